@@ -1,0 +1,39 @@
+# Every target does its own set-up. `make` alone says what there is.
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+
+# More threads than idle cores make the CPU engines 30 times slower; nothing here may go looking for models on the network.
+export OMP_NUM_THREADS ?= 1
+export HF_HUB_OFFLINE ?= 1
+export PYTHONUNBUFFERED := 1
+unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME
+MAKEFLAGS += --no-print-directory
+
+.PHONY: help env findings test site clean
+
+help:
+	@echo "make findings   measure the nano rig on real vLLM, all phases, and write the findings page"
+	@echo "make test       check that notebooks and package agree, run every notebook, run pytest"
+	@echo "make site       build the website into _site"
+	@echo "make env        only make .venv (the others do it themselves)"
+	@echo "make clean      remove everything made here, except data/runs"
+
+env:
+	@test -n "$(PYTHON)" || { echo "No python3.11 or python3 on PATH; give one: make PYTHON=/path/to/python3.11"; exit 1; }
+	@"$(PYTHON)" requirements/install.py
+
+findings: env
+	@$(BIN)/kimi-spec report --rig nano-vllm
+
+test: env
+	@$(BIN)/python tests/drift.py
+	@echo "Running every notebook ..."
+	@$(BIN)/nbdev_test --n_workers 2 --do_print
+	@$(BIN)/pytest
+
+site: env
+	@$(BIN)/kimi-spec site
+
+clean:
+	rm -rf .venv .envs _proc _site .pytest_cache .hypothesis data/cache *.egg-info
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
