@@ -7,13 +7,13 @@ __all__ = ['GENERATIONS', 'WORDS', 'NAMES', 'ANIMALS', 'PLACES', 'THINGS', 'COLO
            'write_difference', 'write_spelling', 'write_list', 'write_json', 'write_code', 'write_story', 'held_out',
            'dialogues', 'is_right']
 
-# %% ../../nbs/drafters/corpus.ipynb #e12ef38c
+# %% ../../nbs/drafters/corpus.ipynb #00111cfc
 import json
 from dataclasses import dataclass
 from hashlib import sha256
 from random import Random
 
-# %% ../../nbs/drafters/corpus.ipynb #cd982636
+# %% ../../nbs/drafters/corpus.ipynb #78e3c077
 @dataclass(frozen=True)
 class Dialogue:
     "One question with the reasoning and the content that the target should answer with."
@@ -28,7 +28,7 @@ class Dialogue:
         return [dict(role="user", content=self.user),
                 dict(role="assistant", reasoning_content=self.reasoning, content=self.content)]
 
-# %% ../../nbs/drafters/corpus.ipynb #7f92ea75
+# %% ../../nbs/drafters/corpus.ipynb #c6cce040
 GENERATIONS = ("k2", "k2.5")
 
 WORDS = """apple bread cloud dance eagle flame grape horse island jungle kettle lemon mirror needle ocean pepper quartz river
@@ -40,7 +40,7 @@ PLACES = "river hill forest village lake garden bridge tower".split()
 THINGS = "cup hat key book lamp coat bell drum".split()
 COLOURS = "red blue green white black brown".split()
 
-# %% ../../nbs/drafters/corpus.ipynb #1c73e0d1
+# %% ../../nbs/drafters/corpus.ipynb #42f2c362
 def _count(a, b, step):
     "The numbers passed when counting `b` times from `a`."
     return ", ".join(str(a + step * i) for i in range(1, b + 1))
@@ -60,7 +60,7 @@ def write_sum(
              "k2.5": f"The user is asking a simple math question: {a} plus {b}. Count on from {count}. The answer is {a + b}."}[generation]
     return Dialogue("sum", ask, think, f"{a} + {b} = {a + b}")
 
-# %% ../../nbs/drafters/corpus.ipynb #d5bbddc6
+# %% ../../nbs/drafters/corpus.ipynb #6eb30d07
 def write_difference(rng: Random, generation: str) -> Dialogue:
     "A difference of one-digit numbers that is not negative."
     a = rng.randint(0, 9)
@@ -71,7 +71,7 @@ def write_difference(rng: Random, generation: str) -> Dialogue:
              "k2.5": f"The user is asking a simple math question: {a} minus {b}. Count back from {count}. The answer is {a - b}."}[generation]
     return Dialogue("difference", ask, think, f"{a} - {b} = {a - b}")
 
-# %% ../../nbs/drafters/corpus.ipynb #46d089d5
+# %% ../../nbs/drafters/corpus.ipynb #0e407f08
 def write_spelling(rng: Random, generation: str) -> Dialogue:
     "A word spelled letter by letter, and how many letters it has."
     word = rng.choice(WORDS)
@@ -99,7 +99,7 @@ def write_json(rng: Random, generation: str) -> Dialogue:
     return Dialogue("json", f"Write JSON: {name} is {age} and likes {colour}.", think,
                     json.dumps(dict(name=name, age=age, colour=colour)))
 
-# %% ../../nbs/drafters/corpus.ipynb #77fced29
+# %% ../../nbs/drafters/corpus.ipynb #7e9c91bb
 _CODE = {
     "adds {n} to a number": ("add_{n}", "x + {n}"), "takes {n} from a number": ("take_{n}", "x - {n}"),
     "multiplies a number by {n}": ("times_{n}", "x * {n}"), "checks that a number is {n}": ("is_{n}", "x == {n}"),
@@ -115,7 +115,7 @@ def write_code(rng: Random, generation: str) -> Dialogue:
              "k2.5": f"The user wants a Python function that {task}. One argument x is enough. I call it {name} and return {body}."}[generation]
     return Dialogue("code", f"Write a Python function that {task}.", think, f"def {name}(x):\n    return {body}")
 
-# %% ../../nbs/drafters/corpus.ipynb #2b8edb78
+# %% ../../nbs/drafters/corpus.ipynb #7cdcff10
 def write_story(rng: Random, generation: str) -> Dialogue:
     "Four sentences about an animal and a place."
     animal, place = rng.choice(ANIMALS), rng.choice(PLACES)
@@ -128,13 +128,13 @@ def write_story(rng: Random, generation: str) -> Dialogue:
     opening = {"k2": "Once a {a} lived by the {p}.", "k2.5": "Long ago there was a {a} who lived near the {p}."}[generation].format(a=animal, p=place)
     return Dialogue("story", f"Tell a story about a {animal} and a {place}.", think, f"{opening} {sky} One day the {animal} {deed}. {end}")
 
-# %% ../../nbs/drafters/corpus.ipynb #f9cd852a
+# %% ../../nbs/drafters/corpus.ipynb #c5af12db
 SKILLS = dict(sum=write_sum, difference=write_difference, spelling=write_spelling, list=write_list, json=write_json,
               code=write_code, story=write_story)
 MIX = {"k2": dict(sum=5, difference=3, spelling=2, list=3, json=2, code=2, story=2),
        "k2.5": dict(sum=5, difference=3, spelling=3, list=3, json=3, code=2, story=1)}
 
-# %% ../../nbs/drafters/corpus.ipynb #4f8724d8
+# %% ../../nbs/drafters/corpus.ipynb #b23eb4a6
 def held_out(
     user: str,  # the question
     share: float = 0.1,  # part of all questions that is held out, 0-1
@@ -142,7 +142,7 @@ def held_out(
     "Which side of the split a question is on. The same for ever: it depends on the question's hash only."
     return int.from_bytes(sha256(user.encode()).digest()[:4], "big") < share * 2**32
 
-# %% ../../nbs/drafters/corpus.ipynb #0b8a6b55
+# %% ../../nbs/drafters/corpus.ipynb #1e8ecb19
 def dialogues(
     n: int,  # how many
     generation: str,  # one of `GENERATIONS`
@@ -158,7 +158,7 @@ def dialogues(
         if side == "all" or held_out(d.user) == (side == "held_out") or (side == "train" and d.skill == "sum"): out.append(d)
     return out
 
-# %% ../../nbs/drafters/corpus.ipynb #498ce639
+# %% ../../nbs/drafters/corpus.ipynb #937414b3
 def is_right(
     d: Dialogue,  # the question with its right answer
     content: str,  # what the target said

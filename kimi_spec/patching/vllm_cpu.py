@@ -6,14 +6,14 @@
 __all__ = ['RELEASES', 'log', 'REPAIRS', 'applied', 'repair_block_size', 'repair_rotary', 'expand', 'repair_expand', 'real_vars',
            'repair_dispatcher', 'register', 'alias_version']
 
-# %% ../../nbs/patching/vllm_cpu.ipynb #ff36789d
+# %% ../../nbs/patching/vllm_cpu.ipynb #cc2e61aa
 import logging
 
-# %% ../../nbs/patching/vllm_cpu.ipynb #347d4518
+# %% ../../nbs/patching/vllm_cpu.ipynb #6a654f1f
 RELEASES = ("0.32.0",)  # releases in which all four faults were seen
 log = logging.getLogger("vllm.kimi_spec")  # below "vllm", so that the server's own handler prints it
 
-# %% ../../nbs/patching/vllm_cpu.ipynb #bcce2214
+# %% ../../nbs/patching/vllm_cpu.ipynb #1617de98
 def repair_block_size():
     "Let plain CPU attention (the drafter) share blocks of 16 tokens with MLA (the target)."
     from vllm.v1.attention.backend import MultipleOf
@@ -21,7 +21,7 @@ def repair_block_size():
 
     CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(lambda kv_cache_spec=None: [MultipleOf(16)])
 
-# %% ../../nbs/patching/vllm_cpu.ipynb #0459b558
+# %% ../../nbs/patching/vllm_cpu.ipynb #62fa6ff3
 def repair_rotary():
     "Rotate queries and keys that have a head dimension (MLA's views) in plain torch; flat ones keep the fast kernel."
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
@@ -34,7 +34,7 @@ def repair_rotary():
 
     RotaryEmbedding.forward_cpu = forward_cpu
 
-# %% ../../nbs/patching/vllm_cpu.ipynb #c420cd1e
+# %% ../../nbs/patching/vllm_cpu.ipynb #0d5988c1
 def expand(
     output,  # (rows,) any dtype, filled in place
     values,  # (requests,) one value a request
@@ -55,7 +55,7 @@ def repair_expand():
 
     cpu_triton_utils._expand_kernel_impl = expand
 
-# %% ../../nbs/patching/vllm_cpu.ipynb #c087e6b4
+# %% ../../nbs/patching/vllm_cpu.ipynb #7e65a2fb
 def real_vars(
     value,  # any object that has a __dict__, or pretends to
 ) -> dict:  # its attributes; none if its __dict__ is no dictionary
@@ -70,7 +70,7 @@ def repair_dispatcher():
 
     dispatcher.vars = real_vars
 
-# %% ../../nbs/patching/vllm_cpu.ipynb #4a4148b6
+# %% ../../nbs/patching/vllm_cpu.ipynb #77313350
 REPAIRS = {
     "block size": repair_block_size,
     "rotary": repair_rotary,
@@ -97,7 +97,7 @@ def register() -> None:
             applied.add(name)
             log.info("kimi_spec: repaired %s: %s", name, repair.__doc__)
 
-# %% ../../nbs/patching/vllm_cpu.ipynb #fcaa4c2b
+# %% ../../nbs/patching/vllm_cpu.ipynb #bb7a1858
 def alias_version() -> str:  # version of the distribution named vllm, "" if there is none
     "What the `vllm` command of this interpreter will say it is."
     from importlib.metadata import PackageNotFoundError, version
