@@ -212,7 +212,10 @@ def plot_positions(
     records: list[Record],  # of one run
 ):  # a figure; None where no position was recorded
     "Conditional acceptance by position, one line a configuration and method."
-    rows = [dict(position=int(r.labels["position"]), acceptance=r.value, measured=_line_name(r)) for r in select(records, "acceptance.conditional")]
+    found, deepest = select(records, "acceptance.conditional"), {}
+    for r in found: deepest[r.rig, r.labels.get("drafter")] = max(deepest.get((r.rig, r.labels.get("drafter")), 0), r.labels.get("k", 0))
+    # a shorter draft shows the beginning of the same line
+    rows = [dict(position=int(r.labels["position"]), acceptance=r.value, measured=_line_name(r)) for r in found if r.labels.get("k", 0) == deepest[r.rig, r.labels.get("drafter")]]
     if not rows: return None
     fig, ax = plt.subplots(figsize=(7, 3.5))
     sns.lineplot(pd.DataFrame(rows), x="position", y="acceptance", hue="measured", style="measured", markers=True, dashes=False, errorbar=None, ax=ax)
