@@ -5,9 +5,8 @@
 # %% auto #0
 __all__ = ['drafter_shapes', 'read_drafter', 'Drafter', 'replay']
 
-# %% ../../nbs/drafters/drafter.ipynb #acda1d2e
+# %% ../../nbs/drafters/drafter.ipynb #8d1352b9
 import json
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,7 +17,7 @@ from ..core.acceptance import Acceptance
 from ..core.errors import KimiSpecError
 from .states import extract_states
 
-# %% ../../nbs/drafters/drafter.ipynb #edc121db
+# %% ../../nbs/drafters/drafter.ipynb #364bd222
 def drafter_shapes(
     config: dict,  # the drafter's config.json
 ) -> dict[str, tuple]:  # tensor name -> shape
@@ -33,7 +32,7 @@ def drafter_shapes(
     ends = {"fc.weight": (h, n_aux * h), "norm.weight": (h,), "lm_head.weight": (draft, h)}
     return norms | attention | mlp | ends | ({"d2t": (draft,), "t2d": (vocab,)} if draft != vocab else {})
 
-# %% ../../nbs/drafters/drafter.ipynb #b3d2e631
+# %% ../../nbs/drafters/drafter.ipynb #5f7ec8b1
 def read_drafter(
     path: str | Path,  # folder with config.json and model.safetensors
 ) -> tuple[dict, dict[str, torch.Tensor]]:  # config, and tensors in float32 (d2t and t2d as stored)
@@ -53,7 +52,7 @@ def read_drafter(
     if faults: raise KimiSpecError(f"{weights}: {'; '.join(faults)}")
     return config, {n: t.float() if t.is_floating_point() else t for n, t in found.items()}
 
-# %% ../../nbs/drafters/drafter.ipynb #6ca29723
+# %% ../../nbs/drafters/drafter.ipynb #6a208a71
 class Drafter:
     "An EAGLE-3 drafter in plain torch, float32."
     def __init__(self,
@@ -111,7 +110,7 @@ class Drafter:
             chain.append(tokens)
         return torch.stack(chain)
 
-# %% ../../nbs/drafters/drafter.ipynb #65d86e15
+# %% ../../nbs/drafters/drafter.ipynb #d08b9b4d
 @torch.no_grad()
 def replay(
     drafter: Drafter,  # who guesses

@@ -6,9 +6,8 @@
 __all__ = ['SIZES', 'LEARNING_RATE', 'split_answer', 'ask', 'sums_1_to_5', 'grade', 'exam', 'weights_hash', 'make_target',
            'make_drafter', 'eval_questions', 'write_eval_prompts', 'make_card', 'train_all']
 
-# %% ../../nbs/drafters/nano.ipynb #77fa48d8
+# %% ../../nbs/drafters/nano.ipynb #40682fc2
 import json
-import os
 import shutil
 from collections.abc import Callable
 from hashlib import sha256
@@ -19,14 +18,14 @@ import torch
 from transformers import DeepseekV3ForCausalLM, set_seed
 
 from ..core.errors import KimiSpecError
-from ..core.paths import cache_dir, data_dir
-from .corpus import Dialogue, dialogues, held_out, is_right, write_sum
+from ..core.paths import cache_dir
+from .corpus import Dialogue, dialogues, held_out, is_right
 from .drafter import Drafter, replay
 from .states import load_target, write_answers
 from .target import encode, nano_config, tokenizer_texts, train_target, train_tokenizer
-from .training import count_tokens, coverage, train_drafter
+from .training import train_drafter
 
-# %% ../../nbs/drafters/nano.ipynb #9b190adb
+# %% ../../nbs/drafters/nano.ipynb #18fc91ad
 def split_answer(
     text: str,  # what the target said, control tokens removed
 ) -> tuple[str, str]:  # reasoning and content
@@ -34,7 +33,7 @@ def split_answer(
     reasoning, _, content = text.removeprefix("<think>").partition("</think>")
     return reasoning, content
 
-# %% ../../nbs/drafters/nano.ipynb #5e138254
+# %% ../../nbs/drafters/nano.ipynb #b84f3b15
 def ask(
     model,  # the target
     tok,  # its tokenizer
@@ -62,7 +61,7 @@ def grade(
         marks[q.skill] = right + is_right(q, split_answer(tok.decode(ids[start:], skip_special_tokens=True))[1]), asked + 1
     return dict(sorted(marks.items()))
 
-# %% ../../nbs/drafters/nano.ipynb #266a4a2a
+# %% ../../nbs/drafters/nano.ipynb #1256aaa9
 def exam(
     generation: str,  # "k2" or "k2.5"
     per_skill: int = 8,  # held-out questions a skill
@@ -73,14 +72,14 @@ def exam(
         if len(found.setdefault(d.skill, [])) < per_skill: found[d.skill].append(d)
     return [d for _, ds in sorted(found.items()) for d in ds]
 
-# %% ../../nbs/drafters/nano.ipynb #17ab8ad3
+# %% ../../nbs/drafters/nano.ipynb #7cb174c1
 SIZES = dict(
     full=dict(steps={"k2": 1000, "k2.5": 300}, samples=1000, epochs=8, draft_vocab=448, exam=8, max_tokens=160),
     quick=dict(steps={"k2": 4, "k2.5": 2}, samples=24, epochs=1, draft_vocab=448, exam=1, max_tokens=24),
 )
 LEARNING_RATE = {"k2": 2e-3, "k2.5": 1e-3}
 
-# %% ../../nbs/drafters/nano.ipynb #41f6c4a7
+# %% ../../nbs/drafters/nano.ipynb #5964beb1
 def _into(path: Path, write: Callable[[Path], None]):
     "Let `write` fill a new folder, and move it to `path` when it is done."
     tmp = path.with_name(path.name + ".unfinished")
@@ -103,7 +102,7 @@ def weights_hash(
     "SHA-256 of a model's weights."
     return sha256((path / "model.safetensors").read_bytes()).hexdigest()
 
-# %% ../../nbs/drafters/nano.ipynb #e72297f2
+# %% ../../nbs/drafters/nano.ipynb #214e5640
 def make_target(
     generation: str,  # "k2" or "k2.5"
     out: Path,  # folder that gets `<generation>/target`
@@ -126,7 +125,7 @@ def make_target(
         tok.save_pretrained(folder)
     _into(out / generation / "target", write)
 
-# %% ../../nbs/drafters/nano.ipynb #c9edc4a4
+# %% ../../nbs/drafters/nano.ipynb #b28efd7a
 def make_drafter(
     generation: str,  # "k2" or "k2.5"
     out: Path,  # folder with `<generation>/target`; gets `<generation>/drafter`
@@ -147,7 +146,7 @@ def make_drafter(
     _into(out / generation / "drafter", lambda folder: train_drafter(model, out / generation / "target", samples, work / f"{generation}-drafter", folder, size["draft_vocab"], epochs=size["epochs"], seed=seed,
                                                                      progress=lambda it: progress(it, desc=f"{generation} states")))
 
-# %% ../../nbs/drafters/nano.ipynb #3ea96715
+# %% ../../nbs/drafters/nano.ipynb #4f5c73a1
 def eval_questions(
     generation: str = "k2.5",  # whose mix
     n: int = 64,  # how many
@@ -163,7 +162,7 @@ def write_eval_prompts(
     lines = [json.dumps(dict(skill=d.skill, messages=d.messages[:1], answer=d.content)) for d in eval_questions()]
     path.write_text("\n".join(lines) + "\n")
 
-# %% ../../nbs/drafters/nano.ipynb #cfbbd9f0
+# %% ../../nbs/drafters/nano.ipynb #c504e03b
 def make_card(
     out: Path,  # folder with the four models
     size: dict,  # one of `SIZES`

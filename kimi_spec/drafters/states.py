@@ -5,8 +5,7 @@
 # %% auto #0
 __all__ = ['load_target', 'default_aux_layers', 'States', 'extract_states', 'write_answers', 'states_bytes', 'write_states']
 
-# %% ../../nbs/drafters/states.ipynb #760a5aec
-import json
+# %% ../../nbs/drafters/states.ipynb #b5224147
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from transformers import DeepseekV3ForCausalLM, PreTrainedTokenizerFast
 
 from ..core.errors import KimiSpecError
 
-# %% ../../nbs/drafters/states.ipynb #dc5aaf86
+# %% ../../nbs/drafters/states.ipynb #413d0085
 def load_target(
     path: str | Path,  # folder with config.json, model.safetensors and the tokenizer
 ) -> tuple[DeepseekV3ForCausalLM, PreTrainedTokenizerFast]:  # the model in float32, ready to read, and its tokenizer
@@ -28,14 +27,14 @@ def load_target(
     model = DeepseekV3ForCausalLM.from_pretrained(path, dtype=torch.float32, local_files_only=True).eval().requires_grad_(False)
     return model, PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
 
-# %% ../../nbs/drafters/states.ipynb #8493ac7f
+# %% ../../nbs/drafters/states.ipynb #65fb5a31
 def default_aux_layers(
     n_layers: int,  # layers of the target
 ) -> list[int]:  # canonical ids: id i is the stream that enters layer i
     "The layers an EAGLE-3 drafter reads unless its config says otherwise (vLLM and SGLang: `2, n//2, n-3`)."
     return [2, n_layers // 2, n_layers - 3]
 
-# %% ../../nbs/drafters/states.ipynb #b4c5ac35
+# %% ../../nbs/drafters/states.ipynb #8674f635
 @dataclass
 class States:
     "What one forward pass of the target leaves for a drafter."
@@ -58,7 +57,7 @@ def extract_states(
         for h in hooks: h.remove()
     return States(torch.cat([taken[i] for i in layers], -1), taken["last"], logits)
 
-# %% ../../nbs/drafters/states.ipynb #7c4b7faa
+# %% ../../nbs/drafters/states.ipynb #a9eb0524
 @torch.no_grad()
 def write_answers(
     model: DeepseekV3ForCausalLM,  # the target
@@ -81,7 +80,7 @@ def write_answers(
         for i, row in zip(group, out[:, ids.shape[1]:].tolist()): answers[i] = row[:row.index(end) + 1] if end in row else row
     return [answers[i] for i in range(len(prompts))]
 
-# %% ../../nbs/drafters/states.ipynb #ad480396
+# %% ../../nbs/drafters/states.ipynb #ea2d23d1
 def states_bytes(
     tokens: int,  # tokens in all
     hidden: int,  # width of the target's residual stream
@@ -91,7 +90,7 @@ def states_bytes(
     "How much room the states of a data set take."
     return tokens * (n_aux + 1) * hidden * bytes_each
 
-# %% ../../nbs/drafters/states.ipynb #5c1b3423
+# %% ../../nbs/drafters/states.ipynb #194cf652
 def write_states(
     model: DeepseekV3ForCausalLM,  # the target
     samples: list[tuple[list[int], int]],  # token ids of prompt + answer, and the prompt's length

@@ -6,7 +6,7 @@
 __all__ = ['CONTROL', 'MARKS', 'CHAT_TEMPLATE', 'train_tokenizer', 'tokenizer_texts', 'nano_config', 'encode', 'batch',
            'balanced_routing', 'train_target']
 
-# %% ../../nbs/drafters/target.ipynb #c8e02356
+# %% ../../nbs/drafters/target.ipynb #13c9e4c6
 import json
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
@@ -15,12 +15,12 @@ from random import Random
 
 import torch
 import torch.nn.functional as F
-from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedTokenizerFast, set_seed
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, PreTrainedTokenizerFast
 
 from ..core.errors import KimiSpecError
-from .corpus import Dialogue, SKILLS, dialogues, is_right, write_sum
+from .corpus import Dialogue, dialogues
 
-# %% ../../nbs/drafters/target.ipynb #85b2ecdb
+# %% ../../nbs/drafters/target.ipynb #5c000d06
 CONTROL = ["[PAD]", "[EOS]", "<|im_user|>", "<|im_assistant|>", "<|im_system|>", "<|im_middle|>", "<|im_end|>"]
 # ordinary text for the tokenizer, so that detokenising keeps them and the reasoning parsers can see them
 MARKS = ["<think>", "</think>", "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>", "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"]
@@ -51,12 +51,12 @@ def train_tokenizer(
     tok = Tokenizer.from_str(json.dumps(saved))
     return PreTrainedTokenizerFast(tokenizer_object=tok, eos_token="<|im_end|>", pad_token="[PAD]", chat_template=CHAT_TEMPLATE, model_max_length=2048, clean_up_tokenization_spaces=False)
 
-# %% ../../nbs/drafters/target.ipynb #bf26e0e8
+# %% ../../nbs/drafters/target.ipynb #41e5847a
 def tokenizer_texts(seed: int = 0) -> list[str]:
     "What the suite's tokenizer is trained on: both generations of the corpus."
     return [t for g in ("k2", "k2.5") for d in dialogues(3000, g, seed) for t in (d.user, d.reasoning, d.content)]
 
-# %% ../../nbs/drafters/target.ipynb #27e71758
+# %% ../../nbs/drafters/target.ipynb #7e4a3d23
 def nano_config(vocab_size: int = 896) -> DeepseekV3Config:
     "Kimi's architecture, small. Eight layers, the first one dense, the others with 16 experts of which two and a shared one work."
     return DeepseekV3Config(
@@ -67,7 +67,7 @@ def nano_config(vocab_size: int = 896) -> DeepseekV3Config:
         max_position_embeddings=2048, rms_norm_eps=1e-6, tie_word_embeddings=False, pad_token_id=0, bos_token_id=None, eos_token_id=CONTROL.index("<|im_end|>"),
         rope_parameters=dict(rope_type="yarn", rope_theta=50000.0, factor=4.0, original_max_position_embeddings=512, beta_fast=32.0, beta_slow=1.0, mscale=1.0, mscale_all_dim=1.0))
 
-# %% ../../nbs/drafters/target.ipynb #cf14fa4f
+# %% ../../nbs/drafters/target.ipynb #a6381d66
 def encode(
     tok: PreTrainedTokenizerFast,  # the tokenizer with the chat template
     d: Dialogue,  # one dialogue
@@ -97,7 +97,7 @@ def batch(
         labels[i, start:len(row)] = ids[i, start:len(row)]
     return ids, labels
 
-# %% ../../nbs/drafters/target.ipynb #2c277b18
+# %% ../../nbs/drafters/target.ipynb #92a3b766
 @contextmanager
 def balanced_routing(
     model: DeepseekV3ForCausalLM,  # the target being trained
@@ -114,7 +114,7 @@ def balanced_routing(
     finally:
         for h in hooks: h.remove()
 
-# %% ../../nbs/drafters/target.ipynb #12f1b445
+# %% ../../nbs/drafters/target.ipynb #e0bdffc6
 def _optimizers(model, lr):
     "Muon for the plain matrices, AdamW for everything else."
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "lm_head" not in n and "gate.weight" not in n]
@@ -127,7 +127,7 @@ def _lr_scale(step, steps, warmup=20):
     "Linear warm-up, flat, then linear decay over the last 40%."
     return min((step + 1) / warmup, 1., (steps - step) / (0.4 * steps))
 
-# %% ../../nbs/drafters/target.ipynb #5094441e
+# %% ../../nbs/drafters/target.ipynb #4bd81dda
 def _save_state(path: Path, state: dict):
     "Replace the checkpoint in one move."
     path.parent.mkdir(parents=True, exist_ok=True)

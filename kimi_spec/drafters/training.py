@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['drafter_layer', 'train_without_gpu', 'training_command', 'count_tokens', 'coverage', 'to_sglang', 'train_drafter']
 
-# %% ../../nbs/drafters/training.ipynb #7fc7f7c7
+# %% ../../nbs/drafters/training.ipynb #6dbbd257
 import json
 import os
 import subprocess
@@ -17,9 +17,9 @@ from safetensors.torch import load_file, save_file
 
 from ..core.errors import KimiSpecError
 from .drafter import read_drafter
-from .states import default_aux_layers, load_target, write_states
+from .states import default_aux_layers, write_states
 
-# %% ../../nbs/drafters/training.ipynb #283a3072
+# %% ../../nbs/drafters/training.ipynb #4e9c6e39
 def drafter_layer(
     target: str | Path,  # folder with the target's config.json
 ) -> dict:  # a Llama config of one layer
@@ -29,7 +29,7 @@ def drafter_layer(
                 head_dim=t["hidden_size"] // 4, hidden_act="silu", vocab_size=t["vocab_size"], max_position_embeddings=t["max_position_embeddings"], rms_norm_eps=t["rms_norm_eps"],
                 attention_bias=False, mlp_bias=False, tie_word_embeddings=False, rope_parameters=dict(rope_type="default", rope_theta=10000.0))
 
-# %% ../../nbs/drafters/training.ipynb #ffda48ea
+# %% ../../nbs/drafters/training.ipynb #3cb9cd18
 def train_without_gpu():
     "The library's own command line, mended for machines without an accelerator. It reads `sys.argv`."
     from speculators.train import checkpointer, trainer
@@ -40,7 +40,7 @@ def train_without_gpu():
         checkpointer.get_current_device = lambda: "cpu"  # a resumed training loads its weights there
     main(TrainConfig.resolve())
 
-# %% ../../nbs/drafters/training.ipynb #f24c5a3e
+# %% ../../nbs/drafters/training.ipynb #ca04f66a
 def training_command(
     target: Path,  # folder of the target
     data: Path,  # folder written by `write_states`, with the token frequencies beside it
@@ -60,7 +60,7 @@ def training_command(
     args = [f for name, value in options.items() for f in (f"--{name.replace('_', '-')}", str(value))]
     return [sys.executable, "-c", "from kimi_spec.drafters.training import train_without_gpu; train_without_gpu()", *args, "--target-layer-ids", *map(str, layers), "--no-norm-before-residual", "--no-norm-before-fc", "--no-norm-output"]
 
-# %% ../../nbs/drafters/training.ipynb #33efb531
+# %% ../../nbs/drafters/training.ipynb #6f8926b6
 def count_tokens(
     samples: list[tuple[list[int], int]],  # token ids of prompt + answer, and the prompt's length
 ) -> dict[int, int]:  # token id -> how often it was said
@@ -75,7 +75,7 @@ def coverage(
     "What the most frequent `size` tokens cover."
     return sum(sorted(counts.values(), reverse=True)[:size]) / sum(counts.values())
 
-# %% ../../nbs/drafters/training.ipynb #87c74f5c
+# %% ../../nbs/drafters/training.ipynb #1bc9f33a
 def to_sglang(
     src: str | Path,  # a checkpoint folder of speculators
     out: str | Path,  # folder to write
@@ -103,7 +103,7 @@ def to_sglang(
     save_file(tensors, out / "model.safetensors", metadata=dict(format="pt"))
     read_drafter(out)
 
-# %% ../../nbs/drafters/training.ipynb #ab7fe8d6
+# %% ../../nbs/drafters/training.ipynb #885076a8
 def train_drafter(
     model,  # the target
     target: Path,  # its folder
