@@ -80,12 +80,15 @@ def report(
     value: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
 ):
     "Run the phases of the story for one rig, and end with the findings."
-    from kimi_spec.core.reports import dry_run, run_report
+    from kimi_spec.core.reports import check_parameters, dry_run, pick_phases, run_report
     names, values = param or [], value or []
     if len(names) != len(values): raise KimiSpecError(f"each -p takes a name and a value; found names {names} and values {values}")
     if run and not resume: raise KimiSpecError("--run names a run to resume; add --resume")
-    if dry: return show_plans(dry_run(rig, phase))
-    run_report(rig, phase, resume=resume, params=dict(zip(names, values)), quick=quick, run_dir=run)
+    params = dict(zip(names, values))
+    if dry:
+        check_parameters(pick_phases(phase), params)
+        return show_plans(dry_run(rig, phase))
+    run_report(rig, phase, resume=resume, params=params, quick=quick, run_dir=run)
 
 def show_plans(
     plans: "dict[str, list[Step]]",  # phase -> steps

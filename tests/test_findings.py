@@ -129,6 +129,8 @@ def test_opposite_figures_give_opposite_verdicts(tmp_path):
     put("launches", "greedy.identical", 7, "count", against=RIG.baseline, prompts=8)
     put("profiling", "allreduce.share", 0.05, "fraction", tp=2, by="stopwatch", profiler=False, stat="mean")
     put("nccl", "allreduce.latency", 400.0, "us", backend="gloo", ranks=2, bytes=65536, stat="median")
+    assert verdict(f.gather("nano-vllm", tmp_path), "latency is flat").verdict == f.UNDECIDED  # the repeats of both sizes overlap
+    put("nccl", "allreduce.latency", 390.0, "us", backend="gloo", ranks=2, bytes=65536, stat="low")
     put("patching", "patch.compiles", False, "bool", patch="whitelist", release="0.15.1", member="m.py")
     put("drafters", "acceptance.accept_length", 2.0, "tokens/step", drafter=RIG.drafter.name, target=RIG.target.name, k=3, method="replay")
     put("drafters", "acceptance.accept_length", 2.75, "tokens/step", fault="INT4 g32", k=3)

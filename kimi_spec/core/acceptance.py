@@ -336,13 +336,20 @@ def from_vllm_log(
 SGLANG_RATES = (("0.5.3.post3", "len/(num_steps+1)"), ("0.5.6", "len/num_draft_tokens"), ("0.5.11", "accepted/drafted"))  # first release -> definition
 SGLANG_NEWEST = "0.5.23"  # the newest release whose source was read
 
+def _version(
+    engine: str,  # vllm or sglang
+    release: str,  # as somebody wrote it
+) -> Version:
+    "Read a release. Raises `AcceptanceError` for a text that is no version."
+    try: return Version(release)
+    except InvalidVersion: raise AcceptanceError(f"{release!r} is not a release of {dict(vllm='vLLM', sglang='SGLang').get(engine, engine)}; write it as 0.5.10") from None
+
 def sglang_definition(
     release: str | None,  # release of SGLang
 ) -> tuple[str | None, str]:  # the definition and "", or None and why it is unknown
     "What `accept rate` means in the decode line of a release. Raises `AcceptanceError` for a text that is no version."
     if not release: return None, "the release was not given, and `accept rate` means different things in different releases"
-    try: version = Version(release)
-    except InvalidVersion: raise AcceptanceError(f"{release!r} is not a release of SGLang; write it as 0.5.10") from None
+    version = _version("sglang", release)
     if version.is_prerelease: return None, f"{release} is a pre-release; what its `accept rate` means was not read"
     if Version(version.public) > Version(SGLANG_NEWEST): return None, f"{release} is newer than {SGLANG_NEWEST}, the newest whose `accept rate` was read"
     known = [definition for first, definition in SGLANG_RATES if version >= Version(first)]
@@ -471,9 +478,11 @@ def read_log(
     engine: str | None = None,  # "sglang==0.5.10", "vllm", ...; None or "auto" tells the engine by its lines
 ) -> LogReading:
     "Acceptance over a whole log. Raises `AcceptanceError` for a missing file, an unknown engine, a log of the other engine, and a log without speculation."
-    wanted, _, release = (engine or "auto").partition("==")
-    if wanted not in ("auto", "vllm", "sglang"): raise AcceptanceError(unknown("engine", wanted, ["vllm", "sglang", "auto"]))
-    if not Path(path).is_file(): raise AcceptanceError(f"no log at {path}")
+    wanted, given, release = ("auto" if engine is None else engine).partition("==")
+    wanted = wanted.lower()
+    if wanted not in ("auto", "vllm", "sglang"): raise AcceptanceError(unknown("engine", wanted, ["vllm", "sglang", "auto"]) + "; a release follows after ==, as sglang==0.5.10")
+    if given: _version(wanted, release)
+    if not Path(path).is_file(): raise AcceptanceError(f"{path} is no file" if Path(path).exists() else f"no log at {path}")
     intervals, unread, plain, server_args = {"vllm": [], "sglang": []}, [], 0, None
     with open(path, encoding="utf-8", errors="replace", newline="\n") as log:  # progress bars hold bare \r: no line ends of their own
         for number, line in enumerate(log, 1):

@@ -205,11 +205,14 @@ def run_level(
 def scrape(
     url: str,  # server, without /v1
 ) -> str:  # text of /metrics
-    "Read the server's counters. Raises `EngineDied` if nobody answers."
+    "Read the server's counters. Raises `EngineDied` if nobody answers, `KimiSpecError` if there are none."
     try:
-        return httpx.get(f"{url}/metrics", timeout=30, trust_env=False).text
+        answer = httpx.get(f"{url}/metrics", timeout=30, trust_env=False)
     except httpx.TransportError as e:
         raise EngineDied(f"no answer from {url}: {type(e).__name__}") from None
+    if answer.status_code != 200:
+        raise KimiSpecError(f"{url}/metrics answered {answer.status_code}; start the server with its metrics on (SGLang: --enable-metrics)")
+    return answer.text
 
 # %% ../../nbs/engines/client.ipynb #de5ce38d
 def first_difference(

@@ -42,9 +42,15 @@ class EngineEntry:
 
 
 def catalogue() -> dict[str, EngineEntry]:  # by name
-    "Every engine that `install_engine` knows."
-    entries = [EngineEntry(**yaml.safe_load(p.read_text(encoding="utf-8"))) for p in sorted((data_dir() / "engines").glob("*.yaml"))]
-    return {e.name: e for e in entries}
+    "Every engine that `install_engine` knows. Raises `KimiSpecError` naming a file that is no entry."
+    entries = {}
+    for path in sorted((data_dir() / "engines").glob("*.yaml")):
+        try:
+            found = EngineEntry(**yaml.safe_load(path.read_text(encoding="utf-8")))
+        except (TypeError, yaml.YAMLError) as e:
+            raise KimiSpecError(f"{relative(path)}: no engine entry, expected the keys {', '.join(EngineEntry.__dataclass_fields__)}: {' '.join(str(e).split())}") from None
+        entries[found.name] = found
+    return entries
 
 
 def entry(

@@ -9,7 +9,7 @@ __all__ = ['SERVER_GB', 'members', 'can_run', 'plan', 'Sizes', 'sizes', 'Measure
 
 # %% ../../nbs/4_sglang_launches.ipynb #264bedab
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,16 +71,13 @@ class Sizes:
 
 def sizes(
     rig: Rig,  # the rig under test
-    concurrency: str = "",  # as "1,8"; "" takes the rig's
+    concurrency: Sequence[int] = (),  # as [1, 8]; empty takes the rig's
     requests: int = 0,  # 0 takes the rig's
     max_tokens: int = 0,  # 0 takes the rig's
     quick: bool = False,  # as little as a test needs
 ) -> Sizes:  # what holds
-    "Sizes of a report. Raises `KimiSpecError` for levels that are no numbers."
-    try:
-        levels = [int(c) for c in concurrency.split(",")] if concurrency else rig.bench.concurrency
-    except ValueError:
-        raise KimiSpecError(f"concurrency should be numbers with commas between them, as 1,8 (found {concurrency!r})") from None
+    "Sizes of a report. Raises `KimiSpecError` for a level below 1."
+    levels = list(concurrency) or rig.bench.concurrency
     if min(levels) < 1:
         raise KimiSpecError(f"concurrency starts at 1 (found {concurrency!r})")
     if quick:
@@ -140,9 +137,9 @@ def accepted_between(
     after: str,  # /metrics
     rig: Rig,  # what is served
 ) -> Acceptance | None:  # None without a drafter, and if no speculative step ran
-    "Acceptance between two scrapes. Raises `AcceptanceError` if the server restarted in between."
+    "Acceptance between two scrapes of vLLM. Raises `AcceptanceError` if the server restarted in between."
     try:
-        return Acceptance.from_vllm_counters(before, after, rig.engine.release) if rig.drafter else None
+        return Acceptance.from_vllm_counters(before, after, rig.engine.release) if rig.drafter and rig.engine.name == "vllm" else None
     except NothingDrafted:
         return None
 
@@ -284,7 +281,9 @@ def validity_notes(
     notes = []
     for name, m in measured.items():
         a, k, said = m.acceptance, m.rig.drafter.k if m.rig.drafter else 0, []
-        if k and not a:
+        if k and not a and m.rig.engine.name != "vllm":
+            said.append(f"acceptance was not measured: the counters read here are vLLM's; `kimi-spec acceptance` reads the log of {m.rig.engine.name}")
+        elif k and not a:
             said.append("speculation was idle: the server counted no drafted token")
         if a and a.steps < 200:
             said.append(f"acceptance from {a.steps} steps only, see its interval")

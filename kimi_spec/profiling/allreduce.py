@@ -27,7 +27,7 @@ def plan(
     if not rig.hardware.needs_gpu:
         missing = not (root() / rig.target.path / "config.json").is_file()
         return [arithmetic, Step(what="decode with the target split over local ranks (gloo), traced by torch.profiler", runs_here=not missing, why_not=f"no checkpoint in {rig.target.path}; `kimi-spec nano train` makes it" if missing else "")]
-    address = f"http://{rig.launch.host}:{rig.launch.port or 8000}"
+    address = f"http://{rig.launch.host}:{rig.launch.port or {'vllm': 8000, 'sglang': 30000}[rig.engine.name]}"  # the engines' usual ports
     why_not = f"needs {rig.hardware.count} x {rig.hardware.name} and a running {rig.engine.name} server"
     body = {"vllm": [], "sglang": ["-H", "Content-Type: application/json", "-d", '{"num_steps": 10, "activities": ["CPU", "GPU"]}']}[rig.engine.name]
     return [arithmetic, Step(what=f"trace decode steps of {rig.engine.name} on every rank through its profiler", command=["curl", "-X", "POST", *body, f"{address}/start_profile"], needs="gpu", runs_here=False, why_not=why_not)]
