@@ -5,8 +5,8 @@
 # %% auto #0
 __all__ = ['GIVEN', 'Step', 'plan_table', 'Phase', 'find_phases', 'pick_phases', 'Run', 'new_run_dir', 'start_run',
            'check_parameters', 'read_parameter', 'PhaseState', 'Manifest', 'read_manifest', 'newest_run', 'git_commit',
-           'versions', 'interrupt_the_cell', 'execute_phase', 'heading_above', 'only_writer', 'show_progress', 'say',
-           'run_report', 'done', 'resume_command', 'report_phase', 'dry_run']
+           'versions', 'interrupt_the_cell', 'last_words', 'execute_phase', 'heading_above', 'only_writer',
+           'show_progress', 'say', 'run_report', 'done', 'resume_command', 'report_phase', 'dry_run']
 
 # %% ../../nbs/core/reports.ipynb #8da19acc
 import fcntl
@@ -225,6 +225,15 @@ def interrupt_the_cell(
         for s, handler in before.items(): signal.signal(s, handler)
 
 # %% ../../nbs/core/reports.ipynb #bd7b6f04
+def last_words(
+    notebook: Path,  # executed, with a cell that failed
+) -> str:  # the last line of the cell's stderr
+    "What a failed cell said, where IPython could only print the traceback and raised nothing that papermill can read."
+    import nbformat
+    failed = [c for c in nbformat.read(notebook, 4).cells if c.metadata.get("papermill", {}).get("exception")]
+    lines = "".join(o.text for c in failed for o in c.get("outputs", []) if o.output_type == "stream" and o.name == "stderr").split("\n")
+    return ([line for line in lines if line.strip()] or ["no message"])[-1]
+
 def execute_phase(
     phase: Phase,  # what to run
     folder: Path,  # the run's folder; gets the executed notebook
@@ -251,7 +260,9 @@ def execute_phase(
                 if came: raise KeyboardInterrupt
     papermill_engines.register("watched", Watched)
     try: execute_notebook(phase.notebook, folder / phase.notebook.name, params, engine_name="watched", progress_bar=False, cwd=root())
-    except PapermillExecutionError as e: raise KimiSpecError(f"cell {at[0]}: {e.ename}: {(str(e.evalue).splitlines() or [''])[0]}") from None
+    except PapermillExecutionError as e:
+        said = f"{e.ename}: {str(e.evalue).splitlines()[0]}" if e.evalue else last_words(folder / phase.notebook.name)
+        raise KimiSpecError(f"cell {at[0]}: {said}") from None
     except RuntimeError as e: raise KimiSpecError(f"cell {at[0]}: the notebook's kernel died: {(str(e).splitlines() or [''])[0]}") from e
 
 # %% ../../nbs/core/reports.ipynb #575d4fe5
