@@ -6,7 +6,7 @@
 __all__ = ['plan', 'eval_texts', 'state_sizes', 'drafters_for', 'covered', 'judge', 'acceptance_table', 'plot_acceptance',
            'round_to_int4', 'with_int4_experts']
 
-# %% ../../nbs/2_building_drafters.ipynb #aefd656d
+# %% ../../nbs/2_building_drafters.ipynb #932ba867
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -23,7 +23,7 @@ from .nano import ask, eval_questions
 from .states import default_aux_layers, extract_states, load_target, states_bytes
 from .training import count_tokens, train_drafter
 
-# %% ../../nbs/2_building_drafters.ipynb #8042d0eb
+# %% ../../nbs/2_building_drafters.ipynb #07744551
 def plan(
     rig: Rig,  # what is under test
 ) -> list[Step]:  # in order
@@ -39,7 +39,7 @@ def plan(
     return steps + [Step(what="serve the target, let it write answers, extract its states", needs="gpu", runs_here=False, why_not=why),
                     Step(what=f"train {rig.drafter.name if rig.drafter else 'a drafter'} with speculators under torchrun, and replay it", needs="gpu", runs_here=False, why_not=why)]
 
-# %% ../../nbs/2_building_drafters.ipynb #bcb38eb7
+# %% ../../nbs/2_building_drafters.ipynb #36dddcc7
 def eval_texts(
     rig: Rig,  # whose target answers
     n: int = 48,  # questions
@@ -48,7 +48,7 @@ def eval_texts(
     model, tok = load_target(root() / rig.target.path)
     return model, tok, ask(model, tok, eval_questions(n=n))
 
-# %% ../../nbs/2_building_drafters.ipynb #4e7c4801
+# %% ../../nbs/2_building_drafters.ipynb #8e1f36ef
 def state_sizes(
     model,  # the target
     text: list[int],  # token ids
@@ -59,7 +59,7 @@ def state_sizes(
     here, above = streams(layers), streams([i + 1 for i in layers])
     return pd.DataFrame([dict(layer=i, length=a.norm(dim=-1).mean().item(), cosine_with_next=torch.cosine_similarity(a, b, dim=-1).mean().item()) for i, a, b in zip(layers, here, above)])
 
-# %% ../../nbs/2_building_drafters.ipynb #06fa6fcf
+# %% ../../nbs/2_building_drafters.ipynb #f2e66f9f
 def drafters_for(
     rig: Rig,  # whose target is drafted for
 ) -> dict[str, Path]:  # drafter's name -> folder
@@ -67,7 +67,7 @@ def drafters_for(
     rigs = [rig, *(load_rig(s) for s in rig.siblings)]
     return {r.drafter.name: root() / r.drafter.path for r in rigs if r.drafter and r.target.path == rig.target.path}
 
-# %% ../../nbs/2_building_drafters.ipynb #adebff40
+# %% ../../nbs/2_building_drafters.ipynb #a1edb13f
 def covered(
     path: Path,  # folder of a drafter
     texts: list[tuple[list[int], int]],  # token ids of prompt + answer, and the prompt's length
@@ -78,7 +78,7 @@ def covered(
     can = set((torch.arange(len(tensors["d2t"])) + tensors["d2t"]).tolist())
     return sum(n for token, n in counts.items() if token in can) / sum(counts.values())
 
-# %% ../../nbs/2_building_drafters.ipynb #5bd50b4a
+# %% ../../nbs/2_building_drafters.ipynb #a7024b9f
 def judge(
     run: Run,  # where records go
     model,  # the target that wrote the texts
@@ -104,7 +104,7 @@ def acceptance_table(
     rows = [dict(drafter=name, k=k, accept_length=a.accept_length, low=a.interval()[0], high=a.interval()[1], rate=a.rate, steps=a.steps) for (name, k), a in judged.items()]
     return pd.DataFrame(rows)
 
-# %% ../../nbs/2_building_drafters.ipynb #876e9e9b
+# %% ../../nbs/2_building_drafters.ipynb #19e86d60
 def plot_acceptance(
     judged: dict[tuple[str, int], Acceptance],  # (drafter, k) -> acceptance
 ) -> plt.Figure:
@@ -121,7 +121,7 @@ def plot_acceptance(
     plt.close(fig)
     return fig
 
-# %% ../../nbs/2_building_drafters.ipynb #0fdd0931
+# %% ../../nbs/2_building_drafters.ipynb #8c909be4
 def round_to_int4(
     weight: torch.Tensor,  # [..., n], n a multiple of the group
     group: int = 32,  # weights that share a scale
@@ -131,7 +131,7 @@ def round_to_int4(
     scale = grouped.abs().amax(-1, keepdim=True).clamp(min=1e-12) / 7
     return ((grouped / scale).round().clamp(-7, 7) * scale).flatten(-2)
 
-# %% ../../nbs/2_building_drafters.ipynb #aaf5e499
+# %% ../../nbs/2_building_drafters.ipynb #77c86d62
 def with_int4_experts(
     rig: Rig,  # whose target is rounded
 ):  # the target with rounded experts, float32
