@@ -281,7 +281,8 @@ def judge(
 @claim("Recorded case: the custom drafter's 25% means that a quarter of its tokens was accepted.")
 def judge_quarter(e: Evidence):
     length, rate = need(e.case, "acceptance.accept_length", "launches", SGLANG_CUSTOM), need(e.case, "acceptance.reported_rate", "launches", SGLANG_CUSTOM)
-    return REFUTED, f"the same log line says accept length {length[0].value:.2f}: nothing was accepted. 0.25 is 1.00 / 4, the floor of SGLang's older scale", length + rate
+    meant = Acceptance.from_rate(rate[0].value, 3, "accepted/drafted").accept_length
+    return (SUPPORTED if abs(length[0].value - meant) < 0.05 else REFUTED), f"the same log line says accept length {length[0].value:.2f}: nothing was accepted. 0.25 is 1.00 / 4, the floor of SGLang's older scale", length + rate
 
 @claim("Recorded case: the public drafter's 42% means that 42% of its tokens were accepted.")
 def judge_public_rate(e: Evidence):
@@ -289,21 +290,21 @@ def judge_public_rate(e: Evidence):
     rates, speed = need(e.case, "acceptance.reported_rate", "launches", SGLANG_PUBLIC), [*need(e.case, "throughput.output", "launches", SGLANG_PUBLIC, concurrency=1), *need(e.case, "throughput.output", "launches", SGLANG_CUSTOM, concurrency=1)]
     meant, ratio = Acceptance.from_rate(rates[0].value, 3, "accepted/drafted").accept_length, speed[0].value / speed[1].value
     scale = Acceptance.from_rate(rates[0].value, 3, "len/num_draft_tokens")
-    return REFUTED, (f"the release isn't recorded, but two arguments meet: the same server printed 0.25 for nothing accepted, so its scale is length / 4 and 42% is {scale.accept_length:.2f} tokens a step, {percent(scale.rate)} of the drafted; and its speed was "
+    return (SUPPORTED if abs(meant - ratio) < abs(scale.accept_length - ratio) else REFUTED), (f"the release isn't recorded, but two arguments meet: the same server printed 0.25 for nothing accepted, so its scale is length / 4 and 42% is {scale.accept_length:.2f} tokens a step, {percent(scale.rate)} of the drafted; and its speed was "
                      f"{ratio:.2f} times that of a drafter with nothing accepted. 42% of drafted would be {meant:.2f} tokens a step and {meant * speed[1].value:.0f} tok/s, not {speed[0].value}"), lengths + rates + speed
 
 @claim("Recorded case: vLLM's 15% was the worst acceptance of all, and that made it slow.")
 def judge_vllm_rate(e: Evidence):
     length, gain, cost = (need(e.case, name, "launches", VLLM_CUSTOM) for name in ("acceptance.accept_length", "speedup", "spec.step_cost"))
     other = need(e.case, "acceptance.accept_length", "launches", SGLANG_PUBLIC) + need(e.case, "spec.step_cost", "launches", SGLANG_CUSTOM)
-    return REFUTED, (f"15% of five drafted tokens is {length[0].value:.2f} tokens a step, more than the {other[0].value:.2f} that were called 42%. At {gain[0].value}x a step cost {cost[0].value:.2f} plain ones, against {other[-1].value:.2f} on SGLang: "
+    return (SUPPORTED if length[0].value < other[0].value else REFUTED), (f"15% of five drafted tokens is {length[0].value:.2f} tokens a step, more than the {other[0].value:.2f} that were called 42%. At {gain[0].value}x a step cost {cost[0].value:.2f} plain ones, against {other[-1].value:.2f} on SGLang: "
                      "the cost of a step deserved the question"), length + gain + cost + other
 
 @claim("Recorded case: the rows for 128 requests compare 128 requests.")
 def judge_capped(e: Evidence):
     limit = need(e.case, "server.max_running_requests", "launches", SGLANG_PUBLIC)
     each = [need(e.case, "throughput.per_request", "launches", rig)[0] for rig in (SGLANG_PUBLIC, SGLANG)]
-    return REFUTED, (f"with a drafter SGLang ran {limit[0].value} requests at a time unless told otherwise: {each[0].value:.1f} tok/s a request, against {each[1].value:.1f} without speculation. "
+    return (SUPPORTED if limit[0].value >= 128 else REFUTED), (f"with a drafter SGLang ran {limit[0].value} requests at a time unless told otherwise: {each[0].value:.1f} tok/s a request, against {each[1].value:.1f} without speculation. "
                      "Most of 849 against 2,370 is the limit; and since a request is served faster among 48 than among 128, not even these two are alike. Set max_running_requests on both sides"), limit + each
 
 # %% ../nbs/6_findings.ipynb #c9748c76
