@@ -18,7 +18,7 @@ from ..core.acceptance import Acceptance
 from ..core.paths import root
 from ..core.reports import Run, Step, plan_table, start_run
 from ..core.rig import Rig, load_rig
-from .drafter import Drafter, read_drafter, replay
+from .drafter import Drafter, proposable, read_drafter, replay
 from .nano import ask, eval_questions
 from .states import default_aux_layers, extract_states, load_target, states_bytes
 from .training import count_tokens, train_drafter
@@ -73,9 +73,7 @@ def covered(
     texts: list[tuple[list[int], int]],  # token ids of prompt + answer, and the prompt's length
 ) -> float:  # share of the said tokens, 0-1
     "How much of what the target says the drafter can propose at all."
-    tensors, counts = read_drafter(path)[1], count_tokens(texts)
-    if "d2t" not in tensors: return 1.0
-    can = set((torch.arange(len(tensors["d2t"])) + tensors["d2t"]).tolist())
+    can, counts = set(proposable(read_drafter(path)[1]).tolist()), count_tokens(texts)
     return sum(n for token, n in counts.items() if token in can) / sum(counts.values())
 
 # %% ../../nbs/2_building_drafters.ipynb #a7024b9f

@@ -41,7 +41,7 @@ def ask(
     **how,  # for `write_answers`
 ) -> list[tuple[list[int], int]]:  # token ids of prompt + answer, and the prompt's length
     "The target's own answers to the questions, as samples for a drafter."
-    prompts = [encode(tok, q)[0][:encode(tok, q)[1]] for q in questions]
+    prompts = [ids[:start] for ids, start in (encode(tok, q) for q in questions)]
     return [(p + a, len(p)) for p, a in zip(prompts, write_answers(model, prompts, **how))]
 
 def sums_1_to_5() -> list[Dialogue]:  # 25 questions
