@@ -9,23 +9,29 @@ export PYTHONUNBUFFERED := 1
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME
 MAKEFLAGS += --no-print-directory
 
-.PHONY: help env findings test site clean
+.PHONY: help env sglang findings test site clean
 
 help:
-	@echo "make findings   measure the nano rig on real vLLM, all phases, and write the findings page"
+	@echo "make findings   measure the nano rigs on real vLLM and real SGLang, all phases, and write the findings page"
 	@echo "make test       check that notebooks and package agree, run every notebook, run pytest"
 	@echo "make site       build the website into _site"
 	@echo "make env        only make .venv (the others do it themselves)"
+	@echo "make sglang     only get SGLang's CPU environments (make test does it itself)"
 	@echo "make clean      remove everything made here, except data/runs"
 
 env:
 	@test -n "$(PYTHON)" || { echo "No python3.11 or python3 on PATH; give one: make PYTHON=/path/to/python3.11"; exit 1; }
 	@"$(PYTHON)" requirements/install.py
 
-findings: env
-	@$(BIN)/kimi-spec report --rig nano-vllm
+sglang: env
+	@$(BIN)/kimi-spec engines install sglang-cpu
+	@$(BIN)/kimi-spec engines install sglang-cpu-0.5.12
 
-test: env
+findings: env
+	@$(BIN)/kimi-spec engines install sglang-cpu
+	@$(BIN)/kimi-spec report --rig nano-sglang
+
+test: sglang
 	@$(BIN)/python tests/drift.py
 	@echo "Running every notebook ..."
 	@$(BIN)/nbdev_test --n_workers 2 --do_print

@@ -5,7 +5,7 @@ from math import isnan
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from kimi_spec.core.acceptance import Acceptance, AcceptanceError, AmbiguousRate, draft_token_range, read_log, sglang_definition
+from kimi_spec.core.acceptance import Acceptance, AcceptanceError, AmbiguousRate, NothingDrafted, draft_token_range, read_line, read_lines, read_log, read_requests, sglang_definition
 from kimi_spec.core.errors import KimiSpecError
 
 settings.register_profile("shared machine", deadline=None, max_examples=60)
@@ -29,10 +29,11 @@ def vllm_line(a):
             f"Drafted throughput: 2.00 tokens/s, Accepted: {a.accepted} tokens, Drafted: {a.drafted} tokens, Per-position acceptance rate: {shares}, Avg Draft acceptance rate: {100 * a.rate:.1f}%")
 
 FORMS = {"0.4.2": "Decode batch. {head}, accept len: {al}, {tail}", "0.4.6.post5": "Decode batch. {head}, accept len: {al}, cuda graph: True, {tail}",
-         "0.5.1": "Decode batch. {head}, accept len: {al}, cuda graph: True, {tail}, ", "0.5.3": "Decode batch. {head}, accept len: {al}, cpu graph: False, {tail}",
+         "0.5.1": "Decode batch. {head}, accept len: {al}, cuda graph: True, {tail}, ", "0.5.3": "Decode batch. {head}, accept len: {al}, cpu graph: False, {tail}, ", "0.5.3.post1": "Decode batch. {head}, accept len: {al}, cuda graph: True, {tail}, ",
          "0.5.3.post3": "Decode batch. {head}, accept len: {al}, accept rate: {rate}, cuda graph: True, {tail}, ", "0.5.4": "Decode batch [123], {head}, accept len: {al}, accept rate: {rate}, cuda graph: True, {tail}, ",
-         "0.5.8": "Decode batch, {head}, accept len: {al}, accept rate: {rate}, cuda graph: True, {tail},", "0.5.10": "Decode batch, {head}, accept len: {al}, accept rate: {rate}, cpu graph: False, {tail}",
-         "0.5.12": "Decode batch, {head}, accept len: {al}, accept rate: {rate}, cuda graph: True, {tail}", "0.5.23": "Decode batch, {head}, accept len: {al}, accept rate: {rate}, cap len: 2.00, block accept len: 1.50, cuda graph: True, {tail}"}
+         "0.5.4.post1": "Decode batch, {head}, accept len: {al}, accept rate: {rate}, cuda graph: True, {tail}, ", "0.5.6": "Decode batch, {head}, accept len: {al}, accept rate: {rate}, npu graph: True, {tail}, ",
+         "0.5.8": "Decode batch, {head}, accept len: {al}, accept rate: {rate}, cuda graph: True, {tail}, ", "0.5.10": "Decode batch, {head}, accept len: {al}, accept rate: {rate}, cpu graph: False, {tail}",
+         "0.5.12": "Decode batch, {head}, accept len: {al}, accept rate: {rate}, cuda graph: True, {tail}", "0.5.16": "Decode batch [7], {head}, accept len: {al}, accept rate: {rate}, cap len: 2.00, cuda graph: True, {tail}", "0.5.23": "Decode batch, {head}, accept len: {al}, accept rate: {rate}, cap len: 2.00, block accept len: 1.50, cuda graph: True, {tail}"}
 
 def sglang_line(a, release, running=1, stamp="[2026-02-14 10:00:00 TP0] "):
     "The decode line as `release` words it, with the rate on that release's scale."
@@ -245,6 +246,45 @@ def test_figures_that_cannot_be_are_left_unread(tmp_path, figures):
     with pytest.raises(AcceptanceError): Acceptance.from_sglang_log(broken, "0.5.10")
     assert read_log(write(tmp_path, broken, sglang_line(NOTHING, "0.5.10")), "sglang==0.5.10").unread[0][0] == 1
 
+# --- load and requests ---------------------------------------------------------------------------------------------------------
+
+@given(acceptances(), st.sampled_from(sorted(FORMS)), st.integers(0, 999))
+def test_every_sglang_line_tells_its_load(a, release, running):
+    said = read_line(sglang_line(a, release, running), 5)
+    assert (said.engine, said.kind, said.running, said.queued, said.kv_usage, said.throughput, said.number, said.more) == ("sglang", "decode", running, 0, 0, 40.8, 5, {"#token": "9"})
+    assert said.accept_length == pytest.approx(a.accept_length, abs=0.0051) and (said.accept_rate is not None) == (sglang_definition(release)[0] is not None)
+    assert said.graph is (None if release == "0.4.2" else "cpu graph" not in FORMS[release]) and said.batch == {"0.5.4": 123, "0.5.16": 7}.get(release)
+    assert (said.cap_length, said.block_accept_length) == {"0.5.16": (2, None), "0.5.23": (2, 1.5)}.get(release, (None, None))
+
+@pytest.mark.parametrize("line", ["Decode batch, running: 3", "Decode batch, #running-req: 3, token usage: 0.00, #queue-req: many", "Prefill batch, #new-seq: 1, #queue-req: 0", "prefill batch: 3", "Decode batch, #running-req: 1, #token: 9, token usage: nan, #queue-req: 0",
+                                  "Engine 000: Avg prompt throughput: 1.0 tokens/s, Running: x reqs, Waiting: 0 reqs"])
+def test_a_line_of_load_that_cannot_be_read_is_reported_with_its_number(tmp_path, line):
+    with pytest.raises(AcceptanceError, match="line 3 has an unknown form"): read_line(line, 3)
+    found, unread = read_lines(write(tmp_path, "hello", sglang_line(NOTHING, "0.5.10"), line, sglang_line(NOTHING, "0.5.8")))
+    assert ([said.number for said in found], unread) == ([2, 4], [(3, line)])
+
+def test_many_unknown_lines_are_counted_and_the_first_is_shown(tmp_path):
+    reading = read_log(write(tmp_path, *["Decode batch: strange"] * 500, sglang_line(NOTHING, "0.5.10")))
+    assert reading.summary()[-1] == "not read: 500 lines of an unknown form, the first is line 1: Decode batch: strange"
+
+def finished(info, form):
+    if form == "text": return f"[2026-02-14 10:00:01] Finish: obj=GenerateReqInput(rid='7', text=\"'spec_verify_ct': 99\"), out={{'text': 'x', 'meta_info': {info}}}"
+    return json.dumps({"event": "request.finished", "out": {"meta_info": info}})
+
+@given(st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=30), min_size=1, max_size=5), st.sampled_from(["text", "json"]), st.sampled_from([("spec_accept_token_num", "spec_draft_token_num", "spec_accept_histogram"), ("spec_accepted_drafts", "spec_proposed_drafts", "spec_accept_histogram"),
+       ("spec_num_correct_drafts", "spec_num_proposed_drafts", "spec_correct_drafts_histogram")]))
+def test_requests_in_a_log_give_every_count_back(tmp_path_factory, kept, form, names):
+    "As 0.5.10, 0.5.11 and 0.5.12 name them; a histogram ends at the largest number that occurred."
+    infos = [dict(zip(names, (sum(steps), 3 * len(steps), [steps.count(n) for n in range(max(steps) + 1)])), spec_verify_ct=len(steps), completion_tokens=sum(steps) + len(steps), spec_accept_rate=0.5) for steps in kept]
+    path = write(tmp_path_factory.mktemp("log"), *[finished(info, form) for info in infos], finished({"completion_tokens": 1}, form))
+    truth = Acceptance.from_replay([n for steps in kept for n in steps], 3)
+    found = Acceptance.from_sglang_requests(read_requests(path), "0.5.12")
+    assert (found.steps, found.drafted, found.accepted, found.per_position) == (truth.steps, truth.drafted, truth.accepted, truth.per_position)
+
+def test_requests_without_speculation_are_nothing_drafted(tmp_path):
+    with pytest.raises(NothingDrafted): Acceptance.from_sglang_requests(read_requests(write(tmp_path, finished({"completion_tokens": 1}, "text"))))
+    assert read_requests(write(tmp_path, "nothing finished here")) == []
+
 def test_long_logs_and_endless_lines_take_no_time(tmp_path):
     from time import perf_counter
     path, start = write(tmp_path, *[sglang_line(NOTHING, "0.5.10")] * 20_000, "SpecDecoding metrics: " + "A" * 200_000, "Decode batch, #running-req: " + "A: " * 100_000), perf_counter()
@@ -256,4 +296,4 @@ def test_show_prints_the_evidence(tmp_path):
     from rich.console import Console
     out = StringIO()
     read_log(write(tmp_path, *[sglang_line(NOTHING, "0.5.10")] * 20, "Decode batch: strange"), "sglang==0.5.10").show(Console(file=out, width=100), most=5)
-    assert all(part in out.getvalue() for part in ("20 intervals", "and 15 more, to line 20", "0%", "not read, line 21"))
+    assert all(part in out.getvalue() for part in ("20 intervals", "and 15 more, to line 20", "0%", "not read: 1 line of an unknown form, the first is line 21: Decode batch: strange"))

@@ -4,10 +4,11 @@
 
 # %% auto #0
 __all__ = ['DEFINITIONS', 'SGLANG_RATES', 'SGLANG_NEWEST', 'AcceptanceError', 'NothingDrafted', 'Acceptance', 'Definition',
-           'meanings', 'AmbiguousRate', 'percent', 'sglang_definition', 'draft_token_range', 'LogLine', 'LogReading',
-           'read_log']
+           'meanings', 'AmbiguousRate', 'percent', 'sglang_definition', 'DecodeLine', 'read_line', 'read_lines',
+           'draft_token_range', 'read_requests', 'LogLine', 'LogReading', 'read_log']
 
 # %% ../../nbs/core/acceptance.ipynb #ba79d36b
+import json
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -365,6 +366,118 @@ def _sglang_fields(
     found = _SGLANG_LINE.search(line)
     return dict(pair.split(": ", 1) for pair in found[1].strip().split(", ") if ": " in pair) if found else None
 
+# %% ../../nbs/core/acceptance.ipynb #c7e15d61
+@dataclass(frozen=True)
+class DecodeLine:
+    "What an engine says about its load in one line of its log."
+    engine: str  # vllm or sglang
+    kind: str  # decode, prefill, or both (vLLM tells the two in one line)
+    running: int | None  # requests in the batch; None where a prefill line doesn't say
+    queued: int  # requests that wait
+    kv_usage: float  # share of the KV cache in use, 0 to 1; of several pools the fullest
+    throughput: float | None  # tok/s: generated, or read by a prefill; None where a prefill line doesn't say
+    accept_length: float | None = None  # tokens a step; None without speculation
+    accept_rate: float | None = None  # as printed, on the release's own scale
+    block_accept_length: float | None = None  # SGLang 0.5.16 and later, in its CAP_ACCEPT mode
+    cap_length: float | None = None  # SGLang 0.5.16 and later, tokens a step that were verified
+    graph: bool | None = None  # whether the batch ran as a captured graph (cuda, cpu or npu)
+    batch: int | None = None  # number of the forward, where the line has one
+    number: int | None = None  # line in its file, from 1
+    more: dict[str, str] = field(default_factory=dict)  # every other figure, as printed
+
+# %% ../../nbs/core/acceptance.ipynb #ce65b4e4
+_BATCH_LINE = re.compile(r"(Decode|Prefill) batch(?: \[(\d+)\])?[.,] (#(?:running-req|new-seq): .*)")
+_VLLM_LOAD = re.compile(r"(Avg prompt throughput: .* reqs.*)")
+
+def _pairs(
+    text: str,  # "name: value, name: value, "
+) -> dict[str, str]:  # in order
+    "The named figures of a line."
+    return dict(pair.split(": ", 1) for pair in text.strip().split(", ") if ": " in pair)
+
+def read_line(
+    line: str,  # one line of a server's log
+    number: int | None = None,  # its place in the file
+) -> DecodeLine | None:  # None for a line about something else
+    "Load and speed. Raises `AcceptanceError` for a line that looks like one and has an unknown form."
+    line = _COLOUR.sub("", line)
+    try:
+        if found := _BATCH_LINE.search(line): return _sglang_line(found[1].lower(), found[2], _pairs(found[3]), line, number)
+        if found := _VLLM_LOAD.search(line): return _vllm_load(_pairs(found[1]), line, number)
+    except (LookupError, ValueError, AcceptanceError) as e: raise AcceptanceError(f"line {number or '?'} has an unknown form ({e}): {line.strip()[:200]}") from None
+    if _BATCH.search(line): raise AcceptanceError(f"line {number or '?'} has an unknown form: {line.strip()[:200]}")
+    return None
+
+# %% ../../nbs/core/acceptance.ipynb #55d29aed
+_BATCH = re.compile(r"(?:decode|prefill) batch\W", re.I)
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+
+def _sglang_line(
+    kind: str,  # decode or prefill
+    batch: str | None,  # number of the forward
+    f: dict[str, str],  # the line's figures; emptied of those that are read
+    line: str,  # the line, for a message
+    number: int | None,  # its place in the file
+) -> DecodeLine:
+    "Every form of SGLang from 0.4.2 to 0.5.23."
+    def take(name): return _number(f.pop(name), line) if name in f else None
+    pools = [usage for name in ("token usage", "full token usage", "swa token usage", "mamba usage") if (usage := take(name)) is not None]
+    if kind == "decode" and "#running-req" not in f: raise KeyError("#running-req")
+    graph = next((f.pop(name) == "True" for name in ("cuda graph", "cpu graph", "npu graph") if name in f), None)
+    running = f.pop("#running-req", None)
+    return DecodeLine("sglang", kind, None if running is None else int(running), int(f.pop("#queue-req").rstrip(",")), max(pools),
+                      take("gen throughput (token/s)" if kind == "decode" else "input throughput (token/s)"), take("accept len"), take("accept rate"),
+                      take("block accept len"), take("cap len"), graph, batch and int(batch), number, f)
+
+def _vllm_load(
+    f: dict[str, str],  # the line's figures; emptied of those that are read
+    line: str,  # the line, for a message
+    number: int | None,  # its place in the file
+) -> DecodeLine:
+    "vLLM's line of every ten seconds."
+    usage = [name for name in f if name.endswith("KV cache usage")][0]
+    figures = [f.pop(name).split()[0] for name in ("Running", "Waiting", "Avg generation throughput")] + [f.pop(usage).rstrip("%")]
+    running, queued, throughput, used = (_number(x, line) for x in figures)
+    return DecodeLine("vllm", "both", int(running), int(queued), used / 100, throughput, number=number, more=f)
+
+def _number(
+    text: str,  # a figure of a log line
+    line: str,  # the line, for the message
+) -> float:  # finite
+    "Read a figure. Raises `AcceptanceError` where it is none."
+    try: value = float(text)
+    except ValueError: value = nan
+    if not isfinite(value): raise AcceptanceError(f"{text!r} is no number: {line.strip()[:160]}")
+    return value
+
+# %% ../../nbs/core/acceptance.ipynb #a24f6415
+def read_lines(
+    path: str | Path,  # log of a server
+    start: int = 0,  # byte to begin at
+    end: int | None = None,  # byte to stop before; None reads to the end
+) -> tuple[list[DecodeLine], list[tuple[int, str]]]:  # lines that were read; number and text of those of an unknown form
+    "Load and speed over a log. Raises `AcceptanceError` for a missing file."
+    found, unread = [], []
+    for number, line in _log_lines(path, start, end):
+        try: said = read_line(line, number)
+        except AcceptanceError: unread.append((number, line.strip()[:200]))
+        else: found += [said] if said else []
+    return found, unread
+
+def _log_lines(
+    path: str | Path,  # any text
+    start: int = 0,  # byte to begin at
+    end: int | None = None,  # byte to stop before
+) -> Iterable[tuple[int, str]]:  # number from 1, text
+    "Lines with their numbers. Progress bars hold bare carriage returns: no line ends of their own."
+    if not Path(path).is_file(): raise AcceptanceError(f"{path} is no file" if Path(path).exists() else f"no log at {path}")
+    with open(path, "rb") as log:
+        place = 0
+        for number, line in enumerate(log, 1):
+            place += len(line)
+            if end is not None and place > end: break
+            if place > start: yield number, _COLOUR.sub("", line.decode("utf-8", errors="replace"))
+
 # %% ../../nbs/core/acceptance.ipynb #5b64677b
 def draft_token_range(
     length: float,  # accept len as printed, two decimals
@@ -386,16 +499,6 @@ def _whole_numbers(
     return [n for n in range(2, 65) if low <= n <= high]
 
 # %% ../../nbs/core/acceptance.ipynb #ed5b41c3
-def _number(
-    text: str,  # a figure of a log line
-    line: str,  # the line, for the message
-) -> float:  # finite
-    "Read a figure. Raises `AcceptanceError` where it is none."
-    try: value = float(text)
-    except ValueError: value = nan
-    if not isfinite(value): raise AcceptanceError(f"{text!r} is no number: {line.strip()[:160]}")
-    return value
-
 @patch(cls_method=True)
 def from_sglang_log(
     cls: Acceptance,
@@ -431,6 +534,41 @@ def from_sglang_server_info(
     if k is None and info.get("speculative_num_draft_tokens"): k = info["speculative_num_draft_tokens"] - 1
     note = "mean since the server started" + (f", plain mean over {len(lengths)} data-parallel ranks" if len(lengths) > 1 else "")
     return cls("sglang", release or stated, k, stated_length=sum(lengths) / len(lengths), note=note)
+
+# %% ../../nbs/core/acceptance.ipynb #baa728b7
+_REQUEST = {"steps": ("spec_verify_ct",), "accepted": ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num"),
+            "drafted": ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num"), "kept": ("spec_correct_drafts_histogram", "spec_accept_histogram")}
+
+@patch(cls_method=True)
+def from_sglang_requests(
+    cls: Acceptance,
+    infos: Iterable[dict],  # `meta_info` of finished requests
+    release: str | None = None,  # release of SGLang
+) -> Acceptance:
+    "Sum over requests. Raises `NothingDrafted` if none was speculated on, `AcceptanceError` where steps come without the other counts."
+    steps, accepted, drafted, kept, k = 0, 0, 0, [], None
+    for info in infos:
+        f = {name: next((info[key] for key in keys if key in info), None) for name, keys in _REQUEST.items()}
+        if not f["steps"]: continue
+        if f["accepted"] is None or f["drafted"] is None: raise AcceptanceError(f"a request tells its steps but not its drafted and accepted tokens (SGLang gives them from 0.5.8 on): {info}")
+        steps, accepted, drafted, k = steps + f["steps"], accepted + f["accepted"], drafted + f["drafted"], f["drafted"] // f["steps"]
+        kept.append(f["kept"])
+    if not steps: raise NothingDrafted("no finished request counted a speculative step")
+    positions = None if None in kept else [sum(sum(h[i:]) for h in kept) for i in range(1, k + 1)]
+    return cls.from_counts(steps, accepted, positions, k, drafted, "sglang", release)
+
+# %% ../../nbs/core/acceptance.ipynb #5d7a38f4
+_FINISHED = re.compile(r"Finish: obj=|\"request\.finished\"")
+_COUNT = re.compile(r"""['"](spec_[a-z_]+|completion_tokens)['"]: (\d+(?![\d.])|\[[\d, ]*\])""")
+
+def read_requests(
+    path: str | Path,  # log of a server started with --log-requests
+    start: int = 0,  # byte to begin at
+    end: int | None = None,  # byte to stop before; None reads to the end
+) -> list[dict]:  # counts of each finished request, named as in its `meta_info`
+    "Finished requests of SGLang. Raises `AcceptanceError` for a missing file."
+    lines = (line for _, line in _log_lines(path, start, end) if _FINISHED.search(line))
+    return [{name: json.loads(value) for name, value in _COUNT.findall(line.rpartition("meta_info")[2])} for line in lines]
 
 # %% ../../nbs/core/acceptance.ipynb #3ce4dc73
 @patch(cls_method=True)
@@ -470,7 +608,6 @@ class LogReading:
 
 # %% ../../nbs/core/acceptance.ipynb #8627ad1e
 _LOOKALIKE = re.compile(r"decode batch|specdecoding|accept(ance)? (len|rate)", re.I)
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _SERVER_ARGS = re.compile(r"speculative_num_steps=(\d+).*speculative_num_draft_tokens=(\d+)")
 
 def read_log(
@@ -482,16 +619,13 @@ def read_log(
     wanted = wanted.lower()
     if wanted not in ("auto", "vllm", "sglang"): raise AcceptanceError(unknown("engine", wanted, ["vllm", "sglang", "auto"]) + "; a release follows after ==, as sglang==0.5.10")
     if given: _version(wanted, release)
-    if not Path(path).is_file(): raise AcceptanceError(f"{path} is no file" if Path(path).exists() else f"no log at {path}")
     intervals, unread, plain, server_args = {"vllm": [], "sglang": []}, [], 0, None
-    with open(path, encoding="utf-8", errors="replace", newline="\n") as log:  # progress bars hold bare \r: no line ends of their own
-        for number, line in enumerate(log, 1):
-            line = _COLOUR.sub("", line)
-            if found := _SERVER_ARGS.search(line): server_args = int(found[1]), int(found[2]), number
-            if not _LOOKALIKE.search(line): continue
-            if (fields := _sglang_fields(line)) is not None and "accept len" not in fields: plain += 1
-            elif interval := _interval(number, line): intervals[interval[0]].append(interval[1])
-            else: unread.append((number, line.strip()[:200]))
+    for number, line in _log_lines(path):
+        if found := _SERVER_ARGS.search(line): server_args = int(found[1]), int(found[2]), number
+        if not _LOOKALIKE.search(line) or _FINISHED.search(line): continue
+        if (fields := _sglang_fields(line)) is not None and "accept len" not in fields: plain += 1
+        elif interval := _interval(number, line): intervals[interval[0]].append(interval[1])
+        else: unread.append((number, line.strip()[:200]))
     seen = [name for name, found in intervals.items() if found]
     if wanted == "auto" and len(seen) > 1: raise AcceptanceError(f"{path} holds lines of vLLM and of SGLang; say which with the engine's name")
     name = wanted if wanted != "auto" else (seen or ["an engine"])[0]
@@ -610,10 +744,16 @@ def show(
         table.add_row(str(line.number), f"{line.accept_length:.2f}", *("" if x is None else f"{x:.3g}" for x in (line.stated_rate, line.running, line.steps)))
     if len(self.lines) > most: table.caption = f"and {len(self.lines) - most} more, to line {self.lines[-1].number}"
     console.print(table)
-    for text in self.summary(): console.print(Text(text), soft_wrap=True)
-    for number, text in self.unread: console.print(Text(f"not read, line {number} has an unknown form: {text}", style="yellow"), soft_wrap=True)
+    for text in self.summary(): console.print(Text(text, style="yellow" if text.startswith("not read") else ""), soft_wrap=True)
 
 # %% ../../nbs/core/acceptance.ipynb #0aa45814
+@patch
+def unread_text(self: LogReading) -> str:  # "" if every line was read
+    "How many lines were left out, and the first of them."
+    if not self.unread: return ""
+    number, text = self.unread[0]
+    return f"not read: {len(self.unread)} line{'s' if len(self.unread) > 1 else ''} of an unknown form, the first is line {number}: {text}"
+
 @patch
 def summary(self: LogReading) -> list[str]:  # sentences
     "What the log says, in words."
@@ -626,7 +766,7 @@ def summary(self: LogReading) -> list[str]:  # sentences
     if printed:
         span = " to ".join(dict.fromkeys(f"{x:.3g}" for x in (min(printed), max(printed))))
         said.append(f"the printed rate, {span}, " + (f"can't be read: {a.note}" if self.rate_means.startswith("unknown") else f"is {self.rate_means}"))
-    return said + [self.weighting, *self.notes]
+    return said + [self.weighting, *self.notes, *([self.unread_text()] if self.unread else [])]
 
 # %% ../../nbs/core/acceptance.ipynb #46880a6e
 @patch
