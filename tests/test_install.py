@@ -12,6 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from kimi_spec.core.paths import root
+from kimi_spec.engines.environments import entry
 
 ROOT = root()
 
@@ -42,6 +43,20 @@ def test_lock_serves_every_requirement():
 def test_lock_keeps_out_what_breaks_vllm():
     assert not pins().keys() & {"torchvision", "torchaudio", "torchcodec", "vllm"}
     assert all("+" not in version for version in pins().values())  # local versions exist on some indexes only
+
+
+def test_lock_of_sglang_cpu_is_exact_and_leaves_torch_and_sglang_to_the_steps():
+    lines = [line for line in (ROOT / "requirements/sglang-cpu.txt").read_text().splitlines() if not line.startswith("#")]
+    found = {canonicalize_name(name): version for name, version in (line.split("==") for line in lines)}
+    assert len(found) == len(lines) and not found.keys() & {"torch", "sglang", "pip"} and all("+" not in version for version in found.values())
+    for what in ("numpy<2.4", "tokenizers<=0.23.0", "transformers==5.3.0"):  # Triton's interpreter; what transformers accepts; what SGLang was read with
+        assert Requirement(what).specifier.contains(found[Requirement(what).name])
+
+
+def test_both_releases_of_sglang_cpu_differ_in_nothing_else():
+    old, new = (entry(name).model_dump(exclude={"name", "source"}) for name in ("sglang-cpu", "sglang-cpu-0.5.12"))
+    old["release"], old["steps"][-1] = new["release"], [part.replace("0.5.10", "0.5.12") for part in old["steps"][-1]]
+    assert old == new
 
 
 def test_nothing_to_do(install, tmp_path, monkeypatch, capsys):
