@@ -20,11 +20,12 @@ from kimi_spec.core.paths import root
 from kimi_spec.core.records import Records
 from kimi_spec.core.rig import load_rig
 from kimi_spec.engines import environments
-from kimi_spec.engines.client import run_level
-from kimi_spec.engines.engine import CheckpointError, Command, EngineDied, first_errors
+from kimi_spec.engines.bench import run_level
+from kimi_spec.engines.engine import CheckpointError, Command, EngineDied
 from kimi_spec.engines.environments import EngineNotInstalled
 from kimi_spec.engines.launches import Sizes, measure_all
-from kimi_spec.engines.server import Server, command, dry_run, wait_ready
+from kimi_spec.engines.preflight import command, dry_run
+from kimi_spec.engines.server import Server, wait_ready
 
 FAKE = str(root() / "tests" / "fake_engine.py")
 PROMPTS = [[{"role": "user", "content": f"prompt {i}"}] for i in range(6)]
@@ -141,7 +142,7 @@ def test_port_taken(rig, tmp_path):
 
 def test_engine_not_installed(rig, tmp_path):
     with pytest.raises(EngineNotInstalled, match="kimi-spec engines install sglang"):
-        starts(changed(rig, engine={"environment": "sglang"}), tmp_path)
+        starts(changed(rig, engine={"name": "sglang", "release": "0.5.10", "environment": "sglang"}), tmp_path)
 
 
 def test_unknown_environment_names_the_nearest(rig, tmp_path):
@@ -184,11 +185,6 @@ def test_dying_engine_quotes_its_first_error(rig, tmp_path):
     assert "root cause above" not in str(died.value)
     assert len(str(died.value).splitlines()) == 1
     assert "root cause above" in server.log.read_text()
-
-
-def test_first_error_of_a_coloured_or_plain_log():
-    assert first_errors("vllm serve: error: argument --dtype: invalid choice: 'flot32'") == "vllm serve: error: argument --dtype: invalid choice: 'flot32'"
-    assert first_errors("nothing wrong\nstill nothing") == ""
 
 
 def test_server_killed_while_it_is_measured(rig, tmp_path):
@@ -261,10 +257,10 @@ import sys
 from pathlib import Path
 from kimi_spec.engines import server
 from kimi_spec.engines.engine import Command
-server.checks = lambda rig: {}
+server.checks = lambda rig, node_rank: {}
 server.interpreter = lambda *a: Path(sys.executable)
 server.cache_dir = lambda: Path(sys.argv[1])
-server.BUILD["vllm"] = lambda rig, port, python: Command([sys.executable, sys.argv[2], str(port)])
+server.command = lambda rig, port, python, node_rank: Command([sys.executable, sys.argv[2], str(port)])
 server.launch("nano-vllm-base", lambda line: print(line, flush=True))
 """
 
