@@ -9,7 +9,9 @@ from kimi_spec.core.acceptance import Acceptance
 from kimi_spec.core.paths import root
 from kimi_spec.core.rig import load_rig
 from kimi_spec.drafters.states import load_target
-from kimi_spec.engines.client import compare, read_prompts, run_level, scrape, smoke
+from kimi_spec.engines.bench import run_level
+from kimi_spec.engines.client import compare, read_prompts, smoke
+from kimi_spec.engines.metrics import scrape
 from kimi_spec.engines.server import Server, wait_ready
 
 BASE, OWN, OTHER = "nano-vllm-base", "nano-vllm", "nano-vllm-k2"
