@@ -4,7 +4,8 @@
 
 # %% auto #0
 __all__ = ['app', 'engines', 'nano', 'show_table', 'show_json', 'rigs', 'show_rig', 'report', 'show_plans', 'acceptance',
-           'engines_list', 'engines_install', 'launch', 'nano_train', 'site', 'main']
+           'engines_list', 'engines_install', 'launch', 'watch', 'smoke', 'probe', 'bench', 'nano_train', 'site',
+           'main']
 
 # %% ../nbs/cli.ipynb #c16a4c9d
 import json
@@ -132,11 +133,78 @@ def engines_install(name: Annotated[str, typer.Argument(help="As `kimi-spec engi
 @app.command()
 def launch(
     rig: Annotated[str, typer.Argument(help="Rig to serve; see `kimi-spec rigs`.")],
-    dry: Annotated[bool, typer.Option("--dry-run", help="Show the command and what is checked before it.")] = False,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Show the command, the environment and what is checked before it; exit 1 if a check fails.")] = False,
+    node_rank: Annotated[int, typer.Option(help="Which of the rig's nodes this machine is, from 0.")] = 0,
 ):
-    "Serve a rig until Ctrl-C."
-    from kimi_spec.engines import server
-    print(server.dry_run(rig)) if dry else server.launch(rig)
+    "Serve a rig until Ctrl-C, and say what its server is doing."
+    if not dry:
+        from kimi_spec.engines.server import launch
+        return launch(rig, node_rank=node_rank)
+    from kimi_spec.engines.preflight import dry_run
+    plan = dry_run(rig, node_rank)
+    print(plan.text)
+    raise typer.Exit(0 if plan.ok else 1)
+
+@app.command()
+def watch(
+    log: Annotated[Path, typer.Argument(help="Log that a server is writing.")],
+    pid: Annotated[int | None, typer.Option(help="Its first process; found by the log when left out.")] = None,
+):
+    "Follow a server that somebody else started: loading, stalled (and why), ready or dead."
+    from kimi_spec.engines.supervision import watch
+    watch(log, pid)
+
+# %% ../nbs/cli.ipynb #e436be97
+@app.command()
+def smoke(
+    rig: Annotated[str, typer.Argument(help="Rig to ask; see `kimi-spec rigs`.")],
+    url: Annotated[str, typer.Option(help="A server of this rig that is up, without /v1; left out, one is started.")] = "",
+):
+    "Ask a server a question, count what its drafter did, compare its text; exit 1 unless it works."
+    from kimi_spec.core.rig import load_rig
+    from kimi_spec.engines.smoke import State, smoke_rig
+    what = load_rig(rig)
+    verdict = smoke_rig(what, url or None, load_rig(what.baseline) if what.baseline else None)
+    print(verdict.text)
+    raise typer.Exit(0 if verdict.state == State.WORKS else 1)
+
+# %% ../nbs/cli.ipynb #91ef00ab
+@app.command()
+def probe(
+    rig: Annotated[str, typer.Argument(help="Rig whose engine, flags and drafter format are to be proved.")],
+    inject: Annotated[str | None, typer.Option(help="Put this fault in on purpose; --list names them.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="The rig as it is, then every fault: one server after another.")] = False,
+    names: Annotated[bool, typer.Option("--list", help="List the faults that can be put in.")] = False,
+    dry: Annotated[bool, typer.Option("--dry-run", help="Show what would be started.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+):
+    "Prove a rig's wiring with a pair whose accept length is known: k + 1 if all is right, else the fault has a name. Exit 1 if it is not right."
+    from kimi_spec.engines import probe as room
+    tell = (lambda line: print(line, file=sys.stderr)) if as_json else print
+    if names: return show_table([dict(fault=f.name, says=f.says) for f in room.FAULTS if f.mark])
+    if dry: return print(room.dry_run(rig, inject))
+    verdicts = room.probe_all(rig, say=tell) if everything else [room.probe(rig, inject, tell)]
+    rows = [room.row(v) for v in verdicts] if everything else []
+    if everything: return show_json(rows) if as_json else show_table(rows)
+    show_json(room.row(verdicts[0])) if as_json else print("\n".join(room.lines(verdicts[0])))
+    raise typer.Exit(0 if verdicts[0].right else 1)
+
+# %% ../nbs/cli.ipynb #20146c8e
+@app.command()
+def bench(
+    rig: Annotated[str, typer.Argument(help="Rig to measure; see `kimi-spec rigs`.")],
+    url: Annotated[str, typer.Option(help="A server of this rig that is up, without /v1; left out, one is started.")] = "",
+    concurrency: Annotated[list[int] | None, typer.Option("-c", help="Requests in flight; may be repeated. Left out: the rig's levels.")] = None,
+    requests: Annotated[int, typer.Option(help="Requests at each level; 0 takes the rig's.")] = 0,
+    max_tokens: Annotated[int, typer.Option(help="Longest answer; 0 takes the rig's.")] = 0,
+    repeats: Annotated[int, typer.Option(help="Times each level is measured; 0 takes the rig's.")] = 0,
+    read: Annotated[Path | None, typer.Option("--import", help="Take this result of vllm bench serve, sglang.bench_serving, guidellm or aiperf into the rig's records instead.")] = None,
+):
+    "Measure speed at each concurrency, with the server's load and acceptance watched meanwhile."
+    from kimi_spec.engines.bench import bench
+    from kimi_spec.engines.bench_results import import_results
+    if read: import_results(rig, [read])
+    else: show_table(bench(rig, url, concurrency or (), requests, max_tokens, repeats))
 
 # %% ../nbs/cli.ipynb #ab3faa88
 @nano.command("train")

@@ -4,12 +4,13 @@
 
 # %% auto #0
 __all__ = ['SCALES', 'SUPPORTED', 'REFUTED', 'UNDECIDED', 'UNTESTED', 'UNMEASURED', 'CLAIMS', 'STUDY', 'Evidence',
-           'newest_records', 'gather', 'Missing', 'select', 'need', 'accept_lengths', 'speeds', 'remarks',
-           'baseline_of', 'comparison_table', 'show_table', 'plot_speeds', 'plot_scales', 'plot_positions', 'Finding',
-           'claim', 'why_missing', 'judge', 'judge_quarter', 'judge_public_rate', 'judge_vllm_rate', 'judge_capped',
-           'wrong_generation', 'measured_length', 'judge_generation', 'judge_literal_one', 'judge_int4',
-           'judge_allreduce', 'judge_flat', 'judge_identical', 'judge_faster', 'judge_replay', 'judge_patches',
-           'show_findings', 'plan', 'unmeasured_rigs', 'environment_table', 'commands', 'write_page', 'draw_table']
+           'newest_records', 'gather', 'Missing', 'select', 'need', 'accept_lengths', 'speeds', 'remarks', 'noted',
+           'looked_at', 'baseline_of', 'comparison_table', 'show_table', 'plot_speeds', 'plot_scales', 'plot_positions',
+           'Finding', 'claim', 'why_missing', 'judge', 'judge_quarter', 'judge_public_rate', 'judge_vllm_rate',
+           'judge_capped', 'wrong_generation', 'measured_length', 'judge_generation', 'judge_literal_one',
+           'judge_names', 'judge_int4', 'judge_allreduce', 'judge_flat', 'judge_identical', 'judge_faster',
+           'judge_replay', 'judge_patches', 'show_findings', 'plan', 'unmeasured_rigs', 'environment_table', 'commands',
+           'write_page', 'draw_table']
 
 # %% ../nbs/6_findings.ipynb #cb971081
 import json
@@ -32,6 +33,7 @@ from .core.paths import relative, root, runs_dir, safe_name
 from .core.records import Record, Records
 from .core.reports import Manifest, Step, newest_run, read_manifest, start_run
 from .core.rig import Rig, list_rigs, load_rig
+from .engines import validity
 
 # %% ../nbs/6_findings.ipynb #8a33e203
 @dataclass(frozen=True)
@@ -112,14 +114,29 @@ def remarks(
     rig: str,  # rig's name
 ) -> list[str]:  # in words
     "What keeps the figures of a row from meaning what they seem to."
-    said, lengths, measured = [], accept_lengths(records, rig), speeds(records, rig)
-    for limit in select(records, "server.max_running_requests", rig)[-1:]:
-        said += [f"C={c} ran {limit.value} requests" for c in measured if c > limit.value]
+    lengths, at = accept_lengths(records, rig), {}
+    for concurrency, text in noted(records, rig) or looked_at(records, rig): at.setdefault(text, []).append(concurrency)
+    said = [(f"C={', '.join(map(str, cs))}: " if all(cs) else "") + text for text, cs in at.items()]
     if lengths and lengths[0].source == "derived": said.append("accept length is derived: " + ", or ".join(f"{r.value:.2f} = {r.method.split(':')[0]}" for r in lengths))
-    for c, values in measured.items():
-        if len(values) > 1 and max(values) > 1.1 * min(values): said.append(f"C={c}: repeats from {min(values):.3g} to {max(values):.3g} tok/s")
-    if sum(r.value for r in select(records, "spec.steps", rig, "launches")) in range(1, 100): said.append("fewer than 100 steps")
     return said
+
+def noted(
+    records: list[Record],  # where to look
+    rig: str,  # rig's name
+) -> list[tuple[int | None, str]]:  # concurrency, None for all rows of the server; and the note
+    "Notes that the launches phase left, with the server and its answers at hand."
+    found = [(r.labels.get("concurrency"), str(r.value)) for r in select(records, "validity.note", rig)]
+    return list(dict.fromkeys(found))
+
+def looked_at(
+    records: list[Record],  # where to look
+    rig: str,  # rig's name
+) -> list[tuple[int | None, str]]:  # concurrency and note
+    "Notes that the records alone allow: all there is for figures from elsewhere."
+    found = {(row.rig, row.concurrency): row for row in validity.rows(records)}
+    base = {r.name: r.baseline for r in list_rigs()}.get(rig)
+    own = [(row, found.get((base, row.concurrency))) for row in found.values() if row.rig == rig]
+    return [(row.concurrency, note.text) for row, other in own for note in validity.alone(row) + (validity.against(row, other) if other else [])]
 
 # %% ../nbs/6_findings.ipynb #cad74565
 def baseline_of(
@@ -141,6 +158,8 @@ def comparison_table(
         rates, stated = select(records, "acceptance.rate", rig, "launches"), select(records, "speedup", rig, "launches")
         row = {"configuration": rig, **{f"tok/s, C={c}": mean(values) for c, values in own.items()}}
         row |= {"accept length": lengths[0].value if lengths else None, "accepted of drafted": rates[0].value if rates else None}
+        printed = select(records, "acceptance.reported_rate", rig, "launches")
+        row |= {"rate as printed": printed[-1].value if printed else None}
         row |= {f"speed-up, C={c}": mean(values) / mean(plain[c]) for c, values in own.items() if c in plain}
         if stated: row |= {"speed-up, stated": stated[0].value}
         rows.append(row | {"remarks": "; ".join(remarks(records, rig))})
@@ -162,7 +181,7 @@ def _cell(
 ) -> str:  # as a person reads it
     "One cell of a table."
     if value is None or value != value: return ""
-    if column == "accepted of drafted": return percent(value)
+    if column in ("accepted of drafted", "rate as printed"): return percent(value)
     if column.startswith("tok/s"): return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
@@ -342,8 +361,20 @@ def judge_literal_one(e: Evidence):
     if not others: return UNTESTED, f"rig {e.rig.name} has no sibling with an unfit drafter", case
     wrong = measured_length(e, others[0])
     return (REFUTED if wrong.value > 1.1 else SUPPORTED), (
-        f"here the unfit drafter still gets {wrong.value:.2f}; in the case the public one, of the wrong generation, got about {case[0].value:.2f} on the same server with the same flags. So flags and the capture of states were right, and the custom checkpoint differed: tensor names, d2t, a "
+        f"here the unfit drafter still gets {wrong.value:.2f} on {others[0].engine.name}; in the case the public one, of the wrong generation, got about {case[0].value:.2f} on the same server with the same flags. So flags and the capture of states were right, and the custom checkpoint differed: tensor names, d2t, a "
         f"skipped fc or norm come first. In {STUDY} nothing but such faults gave 1.00, while noise of twice the states' size left 1.37"), [wrong, *case]
+
+@claim("The custom drafter's 1.00 and 0.25 are what a drafter gives that lies there as its trainer named it.")
+def judge_names(e: Evidence):
+    case = need(e.case, "acceptance.accept_length", "launches", SGLANG_CUSTOM) + need(e.case, "acceptance.reported_rate", "launches", SGLANG_CUSTOM)
+    unchanged = [r for r in map(load_rig, e.rig.siblings) if r.drafter and r.drafter.as_saved]
+    if not unchanged: return UNTESTED, f"rig {e.rig.name} has no sibling that serves a drafter as it was saved", case
+    here = unchanged[0]
+    length, printed = measured_length(e, here), need(e.run, "acceptance.reported_rate", "launches", here.name)[-1]
+    same = abs(length.value - case[0].value) < 0.005 and abs(printed.value - case[1].value) < 0.005
+    right = measured_length(e, e.rig)
+    return (SUPPORTED if same else REFUTED), (f"the drafter that gets {right.value:.2f} when its tensors have the names this release knows gets {length.value:.2f} and a printed rate of {printed.value:.2f} when they have those of the speculators library, on {here.engine.name} {here.engine.release} with the same flags; the log says nothing. "
+        f"The case has {case[0].value:.2f} and {case[1].value:.2f}. Its tensors' names aren't recorded, so this is the likely cause, not a proven one: other faults give the same two figures"), [length, printed, right, *case]
 
 @claim("INT4 weights of the target broke the custom drafter.")
 def judge_int4(e: Evidence):

@@ -57,7 +57,7 @@ def test_the_recorded_case_as_a_table():
     assert table.loc[SGLANG_PUBLIC, "accept length"] == pytest.approx(1.68) and table.loc[SGLANG_PUBLIC, "accepted of drafted"] == pytest.approx(0.68 / 3)
     assert table.loc[SGLANG_CUSTOM, "accepted of drafted"] == 0 and table.loc[SGLANG_CUSTOM, "speed-up, C=1"] == pytest.approx(40.8 / 63.6)
     assert table.loc[VLLM_CUSTOM, "speed-up, stated"] == 0.66 and table.loc[VLLM_CUSTOM, "accept length"] == pytest.approx(1.75)
-    assert "C=128 ran 48 requests" in table.loc[SGLANG_CUSTOM, "remarks"] and "1.54" in table.loc[SGLANG_PUBLIC, "remarks"]
+    assert "C=128: capped at 48" in table.loc[SGLANG_CUSTOM, "remarks"] and "speculation is idle" in table.loc[SGLANG_CUSTOM, "remarks"] and "capped" not in table.loc[SGLANG, "remarks"] and "1.54" in table.loc[SGLANG_PUBLIC, "remarks"]
 
 def test_the_case_file_is_what_the_code_writes(tmp_path):
     assert write_case(tmp_path / "records.jsonl").read_bytes() == case_path().read_bytes()
@@ -89,7 +89,24 @@ def test_remarks_tell_of_scattered_repeats_and_few_steps(tmp_path):
     records.add("acceptance.accept_length", 2.0, "tokens/step", method="m", evidence="e", labels=dict(k=3))
     records.add("spec.steps", 20, "count", method="m", evidence="e")
     [row] = f.comparison_table(list(records), {"a": None}).remarks
-    assert "repeats from 10 to 20" in row and "fewer than 100 steps" in row
+    assert "C=1: repeats differ by 100%" in row and "acceptance from 20 steps only" in row
+
+def test_remarks_are_those_of_the_phase_where_it_left_any(tmp_path):
+    records = Records(tmp_path / "records.jsonl", rig="a", phase="launches")
+    for c in (1, 8): records.add("throughput.output", 10.0, "tok/s", method="m", evidence="e", labels=dict(concurrency=c, repeat=0))
+    for c, note in ((1, "twice"), (8, "twice"), (8, "once"), (None, "the log admits")):
+        records.add("validity.note", note, "text", method="m", evidence="e", labels={"kind": note, **({"concurrency": c} if c else {})})
+    [row] = f.comparison_table(list(records), {"a": None}).remarks
+    assert row == "C=1, 8: twice; C=8: once; the log admits"
+
+@pytest.mark.parametrize("length, rate, expected", [(1.0, 0.25, f.SUPPORTED), (1.02, 0.25, f.REFUTED), (1.0, 0.0, f.REFUTED), (3.8, 0.95, f.REFUTED)])
+def test_a_drafter_served_as_it_was_saved(tmp_path, length, rate, expected):
+    records = Records(tmp_path / "records.jsonl", rig="nano-sglang-custom", phase="launches")
+    records.add("acceptance.accept_length", length, "tokens/step", method="m", evidence="e", labels=dict(k=3))
+    records.add("acceptance.reported_rate", rate, "fraction", method="m", evidence="e", labels=dict(k=3, definition="len/num_draft_tokens"))
+    records.add("acceptance.accept_length", 3.8, "tokens/step", rig="nano-sglang", method="m", evidence="e", labels=dict(k=3))
+    found = verdict(f.gather("nano-sglang", tmp_path), "as its trainer named it")
+    assert found.verdict == expected and f"{length:.2f}" in found.because and "3.80" in found.because
 
 # --- the verdicts --------------------------------------------------------------------------------------------------------------
 
@@ -199,6 +216,6 @@ def test_the_notebook_and_its_page(tmp_path):
     page = f.write_page(out, tmp_path / "findings.html").read_text()
     loads = [tag for tag in re.findall(r"<[^>]+>", page) if re.search(r"(src|href|action|data)\s*=\s*[\"']?(https?:)?//", tag) and not tag.startswith("<a ")]
     assert loads == [] and "<script" not in page and "@import" not in page and not re.search(r"url\(\s*[\"']?(https?:)?//", page)
-    assert all(words in page for words in ("C=1: 0.80x", "A quick run", "wrong generation", "C=128 ran 48 requests", "supported"))
+    assert all(words in page for words in ("C=1: 0.80x", "A quick run", "wrong generation", "C=128: capped at 48", "supported"))
     assert "start_run(" not in page and "Gathering" not in page
     with pytest.raises(KimiSpecError, match="no findings notebook"): f.write_page(tmp_path / "none.ipynb", tmp_path / "x.html")
