@@ -159,35 +159,39 @@ def watch(
 def smoke(
     rig: Annotated[str, typer.Argument(help="Rig to ask; see `kimi-spec rigs`.")],
     url: Annotated[str, typer.Option(help="A server of this rig that is up, without /v1; left out, one is started.")] = "",
+    baseline_url: Annotated[str, typer.Option(help="A server without a drafter that is up, to compare texts with; left out, its recorded answers.")] = "",
 ):
     "Ask a server a question, count what its drafter did, compare its text; exit 1 unless it works."
     from kimi_spec.core.rig import load_rig
     from kimi_spec.engines.smoke import State, smoke_rig
     what = load_rig(rig)
-    verdict = smoke_rig(what, url or None, load_rig(what.baseline) if what.baseline else None)
+    verdict = smoke_rig(what, url or None, load_rig(what.baseline) if what.baseline else None, baseline_url=baseline_url or None)
     print(verdict.text)
     raise typer.Exit(0 if verdict.state == State.WORKS else 1)
 
 # %% ../nbs/cli.ipynb #91ef00ab
 @app.command()
 def probe(
-    rig: Annotated[str, typer.Argument(help="Rig whose engine, flags and drafter format are to be proved.")],
+    rig: Annotated[str, typer.Argument(help="Rig whose engine, flags and drafter format are to be proved.")] = "",
     inject: Annotated[str | None, typer.Option(help="Put this fault in on purpose; --list names them.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="The rig as it is, then every fault: one server after another.")] = False,
     names: Annotated[bool, typer.Option("--list", help="List the faults that can be put in.")] = False,
     dry: Annotated[bool, typer.Option("--dry-run", help="Show what would be started.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ):
-    "Prove a rig's wiring with a pair whose accept length is known: k + 1 if all is right, else the fault has a name. Exit 1 if it is not right."
+    "Prove a rig's wiring with a pair whose accept length is known: k + 1 if all is right, else the fault has a name. Exit 1 if it is not right, or with a fault put in, if that got another name."
     from kimi_spec.engines import probe as room
     tell = (lambda line: print(line, file=sys.stderr)) if as_json else print
     if names: return show_table([dict(fault=f.name, says=f.says) for f in room.FAULTS if f.mark])
+    if not rig: raise KimiSpecError("name the rig to probe; `kimi-spec rigs` lists them, `kimi-spec probe --list` lists the faults")
+    if everything and inject: raise KimiSpecError("--all puts every fault in; leave --inject out")
     if dry: return print(room.dry_run(rig, inject))
-    verdicts = room.probe_all(rig, say=tell) if everything else [room.probe(rig, inject, tell)]
-    rows = [room.row(v) for v in verdicts] if everything else []
-    if everything: return show_json(rows) if as_json else show_table(rows)
-    show_json(room.row(verdicts[0])) if as_json else print("\n".join(room.lines(verdicts[0])))
-    raise typer.Exit(0 if verdicts[0].right else 1)
+    verdicts = list(room.probe_all(rig, say=tell)) if everything else [room.probe(rig, inject, tell)]
+    rows = [room.row(v) for v in verdicts]
+    if as_json: show_json(rows if everything else rows[0])
+    elif everything: show_table(rows)
+    else: print("\n".join(room.lines(verdicts[0])))
+    raise typer.Exit(0 if all(map(room.named_right, verdicts)) else 1)
 
 # %% ../nbs/cli.ipynb #20146c8e
 @app.command()
@@ -198,12 +202,12 @@ def bench(
     requests: Annotated[int, typer.Option(help="Requests at each level; 0 takes the rig's.")] = 0,
     max_tokens: Annotated[int, typer.Option(help="Longest answer; 0 takes the rig's.")] = 0,
     repeats: Annotated[int, typer.Option(help="Times each level is measured; 0 takes the rig's.")] = 0,
-    read: Annotated[Path | None, typer.Option("--import", help="Take this result of vllm bench serve, sglang.bench_serving, guidellm or aiperf into the rig's records instead.")] = None,
+    read: Annotated[list[Path] | None, typer.Option("--import", help="Take this result of vllm bench serve, sglang.bench_serving, guidellm or aiperf into the rig's records instead; may be repeated.")] = None,
 ):
     "Measure speed at each concurrency, with the server's load and acceptance watched meanwhile."
     from kimi_spec.engines.bench import bench
     from kimi_spec.engines.bench_results import import_results
-    if read: import_results(rig, [read])
+    if read: import_results(rig, read)
     else: show_table(bench(rig, url, concurrency or (), requests, max_tokens, repeats))
 
 # %% ../nbs/cli.ipynb #ab3faa88

@@ -8,9 +8,9 @@ __all__ = ['SCALES', 'SUPPORTED', 'REFUTED', 'UNDECIDED', 'UNTESTED', 'UNMEASURE
            'looked_at', 'baseline_of', 'comparison_table', 'show_table', 'plot_speeds', 'plot_scales', 'plot_positions',
            'Finding', 'claim', 'why_missing', 'judge', 'judge_quarter', 'judge_public_rate', 'judge_vllm_rate',
            'judge_capped', 'wrong_generation', 'measured_length', 'judge_generation', 'judge_literal_one',
-           'judge_names', 'judge_int4', 'judge_allreduce', 'judge_flat', 'judge_identical', 'judge_faster',
-           'judge_replay', 'judge_patches', 'show_findings', 'plan', 'unmeasured_rigs', 'environment_table', 'commands',
-           'write_page', 'draw_table']
+           'judge_names', 'exactly_one', 'judge_int4', 'judge_allreduce', 'judge_flat', 'judge_identical',
+           'judge_faster', 'judge_replay', 'judge_patches', 'show_findings', 'plan', 'unmeasured_rigs',
+           'environment_table', 'commands', 'write_page', 'draw_table']
 
 # %% ../nbs/6_findings.ipynb #cb971081
 import json
@@ -33,7 +33,7 @@ from .core.paths import relative, root, runs_dir, safe_name
 from .core.records import Record, Records
 from .core.reports import Manifest, Step, newest_run, read_manifest, start_run
 from .core.rig import Rig, list_rigs, load_rig
-from .engines import validity
+from .engines import broken, validity
 
 # %% ../nbs/6_findings.ipynb #8a33e203
 @dataclass(frozen=True)
@@ -374,7 +374,15 @@ def judge_names(e: Evidence):
     same = abs(length.value - case[0].value) < 0.005 and abs(printed.value - case[1].value) < 0.005
     right = measured_length(e, e.rig)
     return (SUPPORTED if same else REFUTED), (f"the drafter that gets {right.value:.2f} when its tensors have the names this release knows gets {length.value:.2f} and a printed rate of {printed.value:.2f} when they have those of the speculators library, on {here.engine.name} {here.engine.release} with the same flags; the log says nothing. "
-        f"The case has {case[0].value:.2f} and {case[1].value:.2f}. Its tensors' names aren't recorded, so this is the likely cause, not a proven one: other faults give the same two figures"), [length, printed, right, *case]
+        f"The case has {case[0].value:.2f} and {case[1].value:.2f}. Its tensors' names aren't recorded, so this is the likely cause, not a proven one. {exactly_one(here)}"), [length, printed, right, *case]
+
+def exactly_one(
+    rig: Rig,  # engine and release
+) -> str:  # one sentence
+    "What else was seen to leave 1.00, and what wasn't, from the kept runs with broken drafters."
+    lengths = {r.labels["fault"]: r.value for r in broken.kept() if r.name == "broken.accept_length" and (r.labels["engine"], r.labels["release"]) == (rig.engine.name, rig.engine.release)}
+    one, more = [f for f, v in lengths.items() if v < 1.005], [f"{f} {v:.2f}" for f, v in lengths.items() if v >= 1.005 and f != "none"]
+    return f"Of {len(lengths) - 1} faults put into the same good drafter on this release, these leave exactly 1.00: {', '.join(one) or 'none'}; the others leave {', '.join(more) or 'none'}"
 
 @claim("INT4 weights of the target broke the custom drafter.")
 def judge_int4(e: Evidence):

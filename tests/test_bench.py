@@ -1,5 +1,6 @@
 "The bench against servers whose truth is known: what is counted, what is kept when a server dies, what is refused, what other tools' files become."
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from kimi_spec.core.rig import load_rig
 from kimi_spec.engines import bench
 from kimi_spec.engines.bench import Level, read_level, record_level, run_level, sweep, sweep_rows, validity_row
 from kimi_spec.engines.bench_results import ResultError, import_results, read_results
-from kimi_spec.engines.client import compare
+from kimi_spec.engines.client import Answer, compare
 from kimi_spec.engines.engine import EngineDied
 from kimi_spec.engines.metrics import scrape, server_facts
 from kimi_spec.engines.mock_server import mock_server
@@ -131,6 +132,31 @@ def test_no_tokens_no_figures():
         bench.read(bench.Wire(0.0, [(0.1, piece)], 0.2))
 
 
+@pytest.mark.parametrize("event", [b'{"choices": [{"index": 0}]}', b'{"choices": [{', b'{"choices": ["text"]}', b'{"choices": [], "usage": {"total": 3}}'])
+def test_an_event_that_cannot_be_read_is_quoted_and_the_level_is_kept(tmp_path, monkeypatch, event):
+    "A proxy or another release may send anything; what was measured before is on the disk."
+    good = b'data: {"choices": [{"index": 0, "delta": {"content": "one"}, "token_ids": [1]}]}\n\ndata: [DONE]\n\n'
+
+    async def fetch(session, body, wire):
+        wire.start, wire.end = 0.1, 0.3
+        wire.pieces.append((0.2, good if b"prompt 0" in body else b"data: " + event + b"\n\n"))
+    monkeypatch.setattr(bench, "fetch", fetch)
+    with pytest.raises(bench.BadAnswer) as e:
+        run_level("http://127.0.0.1:9", "nano-k2.5", PROMPTS[:2], 1, 8, warmup=0, out=tmp_path / "level.jsonl")
+    assert "gave an answer that can't be read at concurrency 1, 1 of 2 requests answered" in str(e.value) and event.decode() in str(e.value)
+    kept = read_level(tmp_path / "level.jsonl")
+    assert [a.text for a in kept.answers] == ["one"] and len(kept.errors) == 1
+
+
+def test_chunks_that_came_at_once_have_no_rate():
+    "Two chunks in one read: no time lies between them."
+    level = Level(2, 2, [Answer("", "a b", [], 5, 2, 0.0, [0.1, 0.1], 0.2), Answer("", "a b", [], 5, 2, 0.0, [0.1, 0.1], 0.2)])
+    calm = Level(2, 2, [Answer("", "a b", [], 5, 2, 0.0, [0.1, 0.2], 0.2)] * 2, repeat=1)
+    assert level.latency("tpot_ms")["mean"] == 0 and level.per_request_rate is None and calm.per_request_rate == pytest.approx(10)
+    assert [row["tok/s of a request"] for row in sweep_rows([calm, level])] == [""]  # and not a mean of one repeat
+    assert [row["ITL ms"] for row in sweep_rows([Level(1, 1, [Answer("", "a", [], 5, 1, 0.0, [0.1], 0.2)])])] == [""]
+
+
 def test_a_refusal_is_no_death():
     with mock_server() as url, pytest.raises(KimiSpecError, match="refused a request.*answered 400: no messages") as e:
         run_level(url, "nano-k2.5", [[]], 1, 8, warmup=0)
@@ -155,6 +181,56 @@ def test_a_ceiling_is_kept_and_the_better_one_counts(project, monkeypatch):
     found = iter([bench.Ceiling(2e-3, 0.0), bench.Ceiling(1e-3, 0.0), bench.Ceiling(5e-3, 0.0)])
     monkeypatch.setattr(bench, "measure_ceiling", lambda c: next(found))
     assert [bench.ceiling(8, refresh=again).answer_s for again in (False, False, True, True)] == [2e-3, 2e-3, 1e-3, 1e-3]
+
+
+def test_a_ceiling_is_measured_on_all_cores_though_the_client_is_bound(monkeypatch):
+    "Bound to one core, client and mock would share it."
+    seen, mine = [], os.sched_getaffinity(0)
+    monkeypatch.setattr(bench, "run_level", lambda *a, **k: seen.append(os.sched_getaffinity(0)) or Level(1, 1, [Answer("", "a", [], 5, 1, 0.0, [0.1], 0.2)]))
+    key = bench.this_client()
+    try:
+        os.sched_setaffinity(0, {min(mine)})
+        bench.measure_ceiling(1)
+        assert os.sched_getaffinity(0) == {min(mine)} and bench.this_client() == key
+    finally:
+        os.sched_setaffinity(0, mine)
+    assert len(seen) == 4 and all(cores == bench.CORES for cores in seen)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="nothing to bind with one core")
+def test_cores_are_given_back_whatever_ends(monkeypatch):
+    "A thread may end between listing and binding, and the server may be gone: the client is never left on one core."
+    cores, real = os.sched_getaffinity(0), os.sched_setaffinity
+
+    def ending(pid, wanted):
+        if pid == ends: raise ProcessLookupError(3, "No such process")
+        real(pid, wanted)
+    monkeypatch.setattr(os, "sched_setaffinity", ending)
+    server = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    ends = server.pid
+    with bench.apart(server.pid, least=2) as words:
+        assert words.endswith(f"client on core {max(cores)}") and os.sched_getaffinity(0) == {max(cores)}
+    assert os.sched_getaffinity(0) == cores
+    with pytest.raises(EngineDied), bench.apart(server.pid, least=2):
+        server.communicate(b"\n")
+        raise EngineDied("gone")
+    assert os.sched_getaffinity(0) == cores
+    with bench.apart(server.pid, least=2): assert os.sched_getaffinity(0) == {max(cores)}
+    assert os.sched_getaffinity(0) == cores
+
+
+def test_what_the_log_admits_is_said_once_with_the_line_of_the_file(tmp_path):
+    "Two levels, one note, and the number that an editor shows: an earlier start and the command stand above."
+    log = tmp_path / "nano-vllm-server.log"
+    before = "WARNING Custom allreduce is disabled\n$ vllm serve\n"
+    log.write_text(before + "INFO ready\nWARNING Custom allreduce is disabled\n")
+    server = type("Started", (), {"log": log, "log_start": len(before), "output": lambda self: log.read_text()[len(before):]})()
+    levels = [Level(c, 1, [Answer("", "a b", [], 5, 2, 0.0, [0.1, 0.2], 0.2)]) for c in (1, 2)]
+    records = Records(tmp_path / "records.jsonl", rig="nano-vllm", phase="bench")
+    said = bench.record_validity(levels, load_rig("nano-vllm"), {}, records, bench.numbered(server), "logs/nano-vllm-server.log")
+    assert [(c, note.evidence[:28]) for c, note in said if note.kind == "all_reduce"] == [(None, "logs/nano-vllm-server.log:4:")]
+    assert [r.labels.get("concurrency") for r in records if r.labels["kind"] == "all_reduce"] == [None]
+    assert {c for c, note in said if note.kind == "few"} == {1, 2}
 
 
 def test_a_measured_ceiling_falls_with_the_length_of_answers():
@@ -193,6 +269,36 @@ def test_imported_files_become_records(project):
     (path,) = (project / "data" / "runs" / "nano-vllm").glob("*/records.jsonl")
     rows = [(r.labels["tool"], r.labels["concurrency"], r.labels["repeat"]) for r in Records(path) if r.name == "throughput.output"]
     assert rows == [("vllm bench serve", 4, 0), ("vllm bench serve", 4, 1), ("sglang.bench_serving", 2, 0), ("sglang.bench_serving", 4, 0)]
+
+
+def test_a_level_of_our_own_that_broke_off_is_imported_as_a_note(project, tmp_path):
+    "Five of eight answers look like a whole fast level."
+    answers = [Answer("", "a b", [], 5, 2, i, [i + 0.1, i + 0.2], i + 0.2) for i in range(5)]
+    for name, level in {"errors": Level(1, 5, answers, ["a stream broke off before its end"]), "short": Level(1, 8, answers), "empty": Level(1, 8)}.items():
+        bench.write_level(level, tmp_path / f"{name}.jsonl")
+    said = []
+    import_results("nano-vllm", [tmp_path / f"{name}.jsonl" for name in ("errors", "short", "empty")], say=said.append)
+    (path,) = (project / "data" / "runs" / "nano-vllm").glob("*/records.jsonl")
+    assert [(r.name, r.value) for r in Records(path)] == [("validity.note", f"not reported: {what}") for what in
+                                                          ("5 of 5 requests answered: a stream broke off before its end", "5 of 8 requests answered", "0 of 8 requests answered")]
+    assert sum("NOT REPORTED" in line for line in said) == 3
+
+
+def test_imported_levels_are_judged_like_our_own(project, tmp_path):
+    "Tool by tool: what is known of its counting, and what the file shows."
+    files = [SAMPLES / name for name in ("vllm-bench-serve.json", "sglang-bench-serving.jsonl", "guidellm.json", "aiperf.json")]
+    import_results("nano-sglang", files, say=lambda line: None)
+    (path,) = (project / "data" / "runs" / "nano-sglang").glob("*/records.jsonl")
+    notes = [(r.labels["kind"], r.evidence.split("/")[-1].split(":")[0]) for r in Records(path) if r.name == "validity.note" and r.labels.get("concurrency") == 4]
+    of = lambda kind: [file for k, file in notes if k == kind]
+    assert of("counting") == ["sglang-bench-serving.jsonl"] and of("client") == ["vllm-bench-serve.json", "sglang-bench-serving.jsonl"]
+    assert of("few") == ["vllm-bench-serve.json", "sglang-bench-serving.jsonl", "guidellm.json", "aiperf.json"] == of("single")  # 8 requests at 4
+    assert of("prefill") == ["sglang-bench-serving.jsonl", "guidellm.json", "aiperf.json"]  # vLLM's client takes the role chunk for the first token
+    methods = {r.labels["tool"]: r.method for r in Records(path) if r.name == "acceptance.accept_length"}
+    assert "average since the server's start" in methods["sglang.bench_serving"] and "average" not in methods["vllm bench serve"]
+    data = json.loads((SAMPLES / "vllm-bench-serve.json").read_text()) | {"spec_decode_acceptance_length": 7.0}
+    (tmp_path / "odd.json").write_text(json.dumps(data))
+    with pytest.raises(ResultError, match="odd.json: an accept length lies between 1 and k"): read_results(tmp_path / "odd.json")
 
 
 @pytest.mark.parametrize("text, message", [

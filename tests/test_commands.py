@@ -12,7 +12,7 @@ from kimi_spec.engines import sglang, vllm
 from kimi_spec.engines.arguments import ask, check_arguments
 from kimi_spec.engines.engine import CheckpointError, read_json
 from kimi_spec.engines.environments import EngineNotInstalled, interpreter
-from kimi_spec.engines.preflight import Note, arguments_of, checks, command, dry_run
+from kimi_spec.engines.preflight import OURS, Note, arguments_of, checks, command, dry_run
 from kimi_spec.engines.served import KEY, served_drafter, tensors, translation
 from kimi_spec.engines.server import Server
 
@@ -84,7 +84,7 @@ def parser(request):
 
     def judge(rig, node_rank=0):
         said = command(here(rig), python=python, node_rank=node_rank)
-        return check_arguments(engine, RELEASE[engine], python, arguments_of(said), rig.launch.extra_args, said.env, FIELDS[engine])
+        return check_arguments(engine, RELEASE[engine], python, arguments_of(said), rig.launch.extra_args, said.env, FIELDS[engine], OURS[engine])
     judge.engine, judge.rigs = engine, [r for r in list_rigs() if r.engine.name == engine]
     judge.flags = {name for names, _ in ask(engine, RELEASE[engine], python, arguments_of(cases[0]), cases[0].env).flags for name in names}
     return judge
@@ -118,6 +118,16 @@ def test_an_extra_argument_may_not_undo_a_field(parser, extra, says, monkeypatch
     flags = ask_once(parser)
     monkeypatch.setattr("kimi_spec.engines.arguments.ask", lambda *_: flags)
     with pytest.raises(KimiSpecError, match=says): parser(changed(parser.rigs[0], launch={"extra_args": extra}))
+
+
+@pytest.mark.parametrize("extra", [["--log-requests-level", "2"], ["--log_requests_level=3"], ["--log-requests"], ["--enable-metrics"]])
+def test_an_extra_argument_may_not_undo_what_the_suite_adds(parser, extra, monkeypatch):
+    "SGLang would write every prompt into its log, and the last flag counts."
+    if parser.engine == "vllm": pytest.skip("nothing is added to vLLM's command")
+    flags = ask_once(parser)
+    monkeypatch.setattr("kimi_spec.engines.arguments.ask", lambda *_: flags)
+    with pytest.raises(KimiSpecError, match=rf"^{extra[0].split('=')[0].replace('_', '-')} is added to every launch, .*: leave it out of launch.extra_args$"):
+        parser(changed(parser.rigs[0], launch={"extra_args": extra}))
 
 
 def ask_once(parser):
@@ -187,8 +197,21 @@ def test_dry_run_shows_every_node_and_says_whether_it_would_start(monkeypatch):
     said = dry_run("k25-vllm-tp8")
     lines = said.text.splitlines()
     assert lines[0] == rig.title and [line.split(": ")[0] for line in lines[2:5]] == ["node 0, first", "node 0", "node 1"]
-    assert not said.ok and "needs 4 GPUs (Blackwell (SM120)) on each of its 2 nodes" in said and "launch.dist_address: nobody can listen on 192.0.2.1:20000" in said
+    assert not said.ok and "needs 4 GPUs (Blackwell (SM120)) on each of its 2 nodes" in said and "192.0.2.1:20000 was not looked at: by now the Ray head" in said
     assert "it meets the others at 192.0.2.1:20000" in dry_run("k25-vllm-tp8", node_rank=1)
+    rig = changed(rig, launch={"executor": "mp"})
+    assert "launch.dist_address: nobody can listen on 192.0.2.1:20000" in dry_run("k25-vllm-tp8")
+
+
+def test_where_nodes_meet_is_taken_by_the_ray_head_and_free_otherwise():
+    with socket.socket() as head:
+        head.bind(("127.0.0.1", 0))
+        head.listen()
+        address = f"127.0.0.1:{head.getsockname()[1]}"
+        ray = changed("k25-vllm-tp8", launch={"nodes": 2, "dist_address": address, "executor": "ray"})
+        assert "was not looked at" in checks(ray)["port"]()
+        with pytest.raises(KimiSpecError, match="launch.dist_address: port .* is taken"): checks(changed(ray, launch={"executor": "mp"}))["port"]()
+        with pytest.raises(KimiSpecError, match="launch.port"): checks(changed(ray, launch={"port": head.getsockname()[1]}))["port"]()
 
 
 def test_dry_run_of_a_taken_port(monkeypatch):

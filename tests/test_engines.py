@@ -21,7 +21,7 @@ from kimi_spec.core.records import Records
 from kimi_spec.core.rig import load_rig
 from kimi_spec.engines import environments
 from kimi_spec.engines.bench import run_level
-from kimi_spec.engines.engine import CheckpointError, Command, EngineDied
+from kimi_spec.engines.engine import CheckpointError, Command, EngineDied, free_port
 from kimi_spec.engines.environments import EngineNotInstalled
 from kimi_spec.engines.launches import Sizes, measure_all
 from kimi_spec.engines.preflight import command, dry_run
@@ -140,6 +140,12 @@ def test_port_taken(rig, tmp_path):
             starts(changed(rig, launch={"port": port}), tmp_path)
 
 
+def test_a_port_range_without_low_ports_is_named(monkeypatch):
+    monkeypatch.setattr("kimi_spec.engines.engine.HIGHEST_PORT", 1)
+    with pytest.raises(KimiSpecError, match=r"no free port up to 1 in 1000 tries: the system chooses from \d+ to \d+ \(net.ipv4.ip_local_port_range\)"):
+        free_port()
+
+
 def test_engine_not_installed(rig, tmp_path):
     with pytest.raises(EngineNotInstalled, match="kimi-spec engines install sglang"):
         starts(changed(rig, engine={"name": "sglang", "release": "0.5.10", "environment": "sglang"}), tmp_path)
@@ -201,7 +207,7 @@ def test_server_killed_while_it_is_measured(rig, tmp_path):
             os.kill(started[0].pid, signal.SIGKILL)
 
     with pytest.raises(EngineDied, match=r"went away at concurrency 2, \d of 6 requests answered.*killed by signal 9.*Finished levels are recorded"):
-        measure_all(run, [rig], PROMPTS, Sizes([1, 2], 6, 12, 0, 1), kill_after_first_level, serve)
+        measure_all(run, [rig], PROMPTS, Sizes([1, 2], 6, 12, 0, 1, 1), kill_after_first_level, serve)
     assert [r.labels["concurrency"] for r in records if r.name == "throughput.output"] == [1]
     assert started[0].keeper.poll() is not None
 
@@ -276,6 +282,20 @@ def test_launch_in_the_foreground_until_ctrl_c(tmp_path):
     assert suite.wait(20) == 0
     assert "stopping" in suite.stdout.read()
     assert not [p for p in servers if is_running(p.pid)]
+
+
+def test_launch_says_that_the_log_is_lost_and_goes_on(tmp_path):
+    suite = subprocess.Popen([sys.executable, "-c", LAUNCH, str(tmp_path), FAKE], stdout=subprocess.PIPE, text=True)
+    try:
+        for mark in ("Ctrl-C to stop", "the log of the server is gone: "):
+            while mark not in (line := suite.stdout.readline()):
+                assert line, f"no {mark!r}"
+            if mark == "Ctrl-C to stop":
+                next(tmp_path.rglob("*-server.log")).unlink()
+        assert suite.poll() is None
+    finally:
+        suite.send_signal(signal.SIGINT)
+    assert suite.wait(20) == 0
 
 
 def test_a_second_launch_keeps_the_first_log(rig, tmp_path):

@@ -13,7 +13,8 @@ from kimi_spec.drafters.drafter import Drafter
 from kimi_spec.drafters.drafter import replay as drafters_replay
 from kimi_spec.engines.analytic_pair import CLASSES, DRAFT_VOCAB, VOCAB, Form, Pair, Shape, accept_lengths, as_trained, draft_tokens, follows, place, readings, save_checkpoint, write_drafter, write_target
 from kimi_spec.engines.environments import interpreter
-from kimi_spec.engines.probe import FAULTS, Verdict, agreement, fault_named, given, is_fault_here, judge, judged, lines, named_right, pair_for, predicted, prepared, probe, rank, record
+from kimi_spec.engines import probe as room
+from kimi_spec.engines.probe import FAULTS, Verdict, agreement, dry_run, fault_named, given, is_fault_here, judge, judged, lines, named_right, pair_for, predicted, prepared, probe, rank, record
 
 SHAPES = [("llama", 8, (2, 4, 5)), ("deepseek_v3", 12, (1, 6, 11)), ("llama", 61, (2, 30, 58))]
 
@@ -210,6 +211,40 @@ def test_rigs_that_cannot_be_probed():
         fault_named("eagle")
     with pytest.raises(KimiSpecError, match="no analytic target"):
         pair_for(changed(load_rig("nano-vllm"), target={"model_type": "qwen"}))
+
+
+@pytest.mark.parametrize("part, fields, says", [
+    ("hardware", {"count": 1000, "accelerator": "gpu"}, "needs 1000 GPUs"),
+    ("engine", {"release": "0.0.1"}, "0.0.1"),
+])
+def test_a_machine_that_cannot_run_the_rig_is_no_wrong_wiring(part, fields, says, monkeypatch):
+    "Nothing is written or started for it, and it is no verdict."
+    monkeypatch.setattr(room, "Server", None)
+    monkeypatch.setattr(room, "prepared", None)
+    with pytest.raises(KimiSpecError, match=says):
+        probe(changed(load_rig("nano-vllm"), **{part: fields}), say=lambda line: None)
+
+
+def test_a_misspelt_flag_is_no_refused_pair(monkeypatch):
+    "The parser's answer is asked for the pair without a fault, so that it is asked once."
+    asked = []
+
+    def arguments(rig, node_rank):
+        asked.append(rig)
+        raise KimiSpecError("unrecognized arguments: --enforce-eagr")
+    monkeypatch.setattr("kimi_spec.engines.preflight.arguments_are_right", arguments)
+    monkeypatch.setattr(room, "Server", None)
+    try: interpreter("default", "0.32.0")
+    except KimiSpecError as e: pytest.skip(str(e))
+    for fault in (None, "no-fc"):
+        with pytest.raises(KimiSpecError, match="enforce-eagr"): probe("nano-vllm", fault, say=lambda line: None)
+    assert asked[0] == asked[1] and asked[0].target.name == "analytic-target" and "marked" not in asked[0].drafter.path
+
+
+def test_a_dry_run_says_that_the_marked_copy_is_gone():
+    said = dry_run("nano-vllm", "no-fc")
+    marked = next(word for word in said.replace('"', " ").replace(",", " ").split() if "/marked-" in word)
+    assert f"note: {marked} is a temporary copy with the mark of no-fc" in said and "marked" not in dry_run("nano-vllm")
 
 
 @pytest.mark.parametrize("rig, fault", [("nano-vllm", "d2t-zero"), ("nano-sglang", "eagle-flag")])

@@ -1,18 +1,21 @@
 "The smoke test against a stand-in that can be wrong in every way a server can."
+import contextlib
+import json
 import os
 import signal
 import sys
 import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
 from kimi_spec.core.paths import root
 from kimi_spec.core.records import Records
 from kimi_spec.core.rig import load_rig
-from kimi_spec.engines import smoke as room
+from kimi_spec.engines import client, metrics, smoke as room
 from kimi_spec.engines.engine import Command, EngineDied
 from kimi_spec.engines.server import Server, wait_ready
-from kimi_spec.engines.smoke import State, judge, record_verdict
+from kimi_spec.engines.smoke import State, judge, record_verdict, smoke_rig
 
 RIG, BASE = load_rig("nano-vllm"), load_rig("nano-vllm-base")
 
@@ -48,6 +51,93 @@ def test_nobody_there_is_broken_and_a_dead_server_says_how_far_it_came(fake):
     server = fake("--k", "3", "--step-ms", "30")
     threading.Timer(1.0, os.kill, (server.pid, signal.SIGKILL)).start()
     with pytest.raises(EngineDied, match=r"went away at concurrency 1, \d+ of 200 requests answered"): room.one_by_one(server.url, "nano-k2.5", [[{"role": "user", "content": "x"}]] * 200, 12)
+
+
+@contextlib.contextmanager
+def saying(models, chat):
+    "An address that answers every question with the same text; gives its url and what was asked."
+    asked = []
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_): pass
+        def say(self, text): self.send_response(200), self.end_headers(), self.wfile.write(text.encode())
+        def do_GET(self): self.say(models)
+        def do_POST(self): asked.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))), self.say(chat)
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}", asked
+    server.shutdown(), server.server_close()
+
+
+MODELS = '{"data": [{"id": "nano-k2.5", "max_model_len": %d}]}'
+
+
+@pytest.mark.parametrize("models, chat, reason", [
+    ("<html>Welcome</html>", "", "/v1/models answered '<html>Welcome</html>', expected JSON with list at data"), ('{"data": [{"name": "nano-k2.5"}]}', "", "expected JSON with str at data.0.id"), ('["nano-k2.5"]', "", "expected JSON with list at data"),
+    (MODELS % 512, '{"choices": []}', """/v1/chat/completions answered '{"choices": []}', expected JSON with dict at choices.0.message"""), (MODELS % 512, "ok", "expected JSON with dict at choices.0.message"),
+    (MODELS % 512, '{"choices": [{"message": {"content": [4]}}]}', "expected JSON with str or NoneType at choices.0.message.content"), (MODELS % 512, '{"choices": [{"message": {"content": "4"}}], "usage": 9}', "expected JSON with dict or NoneType at usage")])
+def test_an_address_that_is_no_engine_says_what_it_answered(models, chat, reason):
+    with saying(models, chat) as (url, _):
+        verdict = judge(RIG, url)
+    assert verdict.state == State.BROKEN and reason in verdict.reasons[0] and url in verdict.reasons[0]
+
+
+@pytest.mark.parametrize("context, most", [(512, 256), (262144, 512)])
+def test_a_model_that_still_thinks_is_not_broken(context, most):
+    message = {"reasoning": "Two and two, well", "content": None}
+    with saying(MODELS % context, json.dumps({"choices": [{"message": message, "finish_reason": "length"}], "usage": {"prompt_tokens": 9, "completion_tokens": most, "total_tokens": 9 + most}})) as (url, asked):
+        question = client.smoke(url, "nano-k2.5")
+    assert asked[0]["max_tokens"] == most and question.finish == "length"
+    answer = room.whole(question, [client.Answer(content="x")], RIG)[0]
+    assert (answer.state, answer.good) == (State.WORKS, False) and answer.said.startswith(f"still thinking at token {most}")
+
+
+def test_a_server_that_dies_between_two_prompts_is_broken(fake, monkeypatch):
+    server, ask = fake("--k", "3", "--step-ms", "30"), room.run_level
+    def dying(*args, **more):
+        threading.Timer(0.3, os.kill, (server.pid, signal.SIGKILL)).start()
+        return ask(*args, **more)
+    monkeypatch.setattr(room, "run_level", dying)
+    verdict = judge(RIG, server.url, max_tokens=12)
+    assert verdict.state == State.BROKEN and "of 24 requests answered" in verdict.reasons[0]
+
+
+def test_a_server_that_dies_after_its_last_answer_is_broken_too(fake, monkeypatch):
+    server, ask = fake("--k", "3"), room.one_by_one
+    def last(*args):
+        answers = ask(*args)
+        os.kill(server.pid, signal.SIGKILL)
+        return answers
+    monkeypatch.setattr(room, "one_by_one", last)
+    verdict = judge(RIG, server.url, max_tokens=12)
+    assert verdict.state == State.BROKEN and "no answer from" in verdict.reasons[0]
+
+
+def test_what_fails_beside_the_server_costs_only_the_comparison(fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(room, "cache_dir", lambda: tmp_path / "cache")
+    with_drafter, without = fake("--k", "3"), fake()
+    def text(verdict): return next(c for c in verdict.checks if c.name == "text")
+    gone = judge(RIG, with_drafter.url, baseline=BASE, baseline_url="http://127.0.0.1:9", max_tokens=12)
+    assert gone.state == State.WORKS and gone.acceptance.accept_length == 4.0 and text(gone).said.startswith("not compared: http://127.0.0.1:9 went away") and not text(gone).good
+    kept = room.answers_file(BASE)
+    kept.mkdir(parents=True)  # nothing can be written there
+    full = judge(BASE, without.url, max_tokens=12)
+    assert full.state == State.WORKS and text(full).said.startswith("not kept for comparison: ") and "directory" in text(full).said and list(kept.parent.iterdir()) == [kept]
+    kept.rmdir(), kept.write_bytes(b"\xff\xfe")
+    unreadable = judge(RIG, with_drafter.url, baseline=BASE, max_tokens=12)
+    assert unreadable.state == State.WORKS and "nano-vllm-base.jsonl:1: no kept answer" in text(unreadable).said
+
+
+def test_counters_that_run_behind_are_waited_for(fake, monkeypatch):
+    read, texts = metrics.scrape, []
+    def late(*args): return texts.append(read(*args)) or texts[max(0, len(texts) - 2)]  # always one reading old
+    monkeypatch.setattr(metrics, "scrape", late)
+    verdict = judge(RIG, fake("--k", "3").url, max_tokens=12)
+    assert (verdict.state, verdict.acceptance.steps, verdict.acceptance.note) == (State.WORKS, 24 * 3, "")
+
+
+def test_a_baseline_that_is_up_is_asked(fake):
+    verdict = smoke_rig(RIG, fake("--k", "3").url, BASE, fake().url)
+    assert "24 of 24 answers equal those of nano-vllm-base at http" in verdict.text
 
 
 def test_answers_of_the_baseline_are_kept_and_found_again(fake, tmp_path, monkeypatch):

@@ -12,12 +12,13 @@ from dataclasses import replace
 import psutil
 import pytest
 
+from kimi_spec.core.errors import KimiSpecError
 from kimi_spec.core.paths import data_dir, root
 from kimi_spec.core.records import Records
 from kimi_spec.core.rig import load_rig
 from kimi_spec.engines.engine import Command, EngineDied, EngineTimeout
-from kimi_spec.engines.server import LogLost, Server, wait_ready
-from kimi_spec.engines.supervision import Machine, Patience, State, Teller, cause_of, changes, first_error, replay, slowed, watch
+from kimi_spec.engines.server import LogLost, Server, log_lost, wait_ready
+from kimi_spec.engines.supervision import LogGone, Machine, Patience, State, Teller, cause_of, changes, first_error, replay, slowed, watch
 from kimi_spec.engines.vitals import Gpu, Sample, Sampler, gpus
 
 FAKE = str(root() / "tests" / "fake_engine.py")
@@ -77,9 +78,9 @@ def test_silence_after_nccl_is_a_stall_within_90_seconds(engine, cores):
     log = re.sub(rf"({FIRST_INIT[engine]}[^\n]*\n)", r"\1x is using nccl==2.27.5" + "\n", text(STARTS[engine]), count=1)
     samples = [replace(s, cpu=cores * s.time) for s in slowed(log, 547e9, 1.3e9, until="nccl==", silence=120)]
     told = replay(log, samples, Machine({"target": 547e9}, engine))
-    silent = max(t for t, s in told if not told or s.detail == "NCCL connects the ranks" and s.state == State.INIT) - 59
+    silent = next(s.time for s in samples if s.log_bytes == samples[-1].log_bytes)  # the log never grows again
     at, status = next((t, s) for t, s in told if s.state == State.STALLED)
-    assert at - silent < 90 and status.stage == State.INIT and "P2P" in status.cause.what
+    assert 60 <= at - silent <= 90 and status.stage == State.INIT and "P2P" in status.cause.what
     assert "nccl==2.27.5" in status.evidence[0] and ("busy (8.0" in str(status)) == (cores == 8)
 
 
@@ -135,6 +136,16 @@ def test_the_kernel_is_blamed_only_when_it_was_the_kernel():
     for kills, what in [(0, "someone sent SIGKILL"), (1, "memory of the machine ran out")]:
         status = replay("", [Sample(0, 0, processes=1, oom_kills=3), Sample(1, 0, exit_code=137, oom_kills=3 + kills)])[-1][1]
         assert status.cause.what.startswith(what) and status.detail == "killed by signal 9 (SIGKILL)"
+
+
+@pytest.mark.parametrize("code", [0, 1, 3, 119, 128, 193, 255])
+def test_a_plain_exit_code_is_no_signal(code):
+    status = replay("", [Sample(0, 0, processes=1, oom_kills=3), Sample(1, 0, exit_code=code, oom_kills=4)])[-1][1]
+    assert (status.detail, status.cause) == (f"ended with exit code {code}", None)
+
+
+def test_a_signal_without_a_name_is_a_signal():
+    assert replay("", [Sample(0, 0, processes=1), Sample(1, 0, exit_code=160)])[-1][1].detail == "killed by signal 32"
 
 
 def test_two_nodes_wait_for_each_other():
@@ -207,6 +218,39 @@ def test_a_lost_scheduler_is_named_while_the_server_lives(rig, tmp_path):
         assert is_running(server.keeper.pid)
 
 
+def test_a_child_that_vanishes_takes_nobody_along(monkeypatch):
+    others = [subprocess.Popen(["sleep", "60"]) for _ in range(2)]
+    try:
+        status = psutil.Process.status
+
+        def vanished(self):
+            if self.pid == others[0].pid:
+                raise psutil.NoSuchProcess(self.pid)
+            return status(self)
+
+        monkeypatch.setattr(psutil.Process, "status", vanished)
+        assert {os.getpid(), others[1].pid} <= {p.pid for p in Sampler(os.getpid(), own=True).family()}
+    finally:
+        for p in others:
+            p.kill()
+            p.wait()
+    assert Sampler(others[0].pid, own=True).family() == []
+
+
+def test_a_ray_worker_may_become_idle_and_go(monkeypatch):
+    "Its title is taken back when its task is done, so its end is no loss."
+    worker = subprocess.Popen(["sleep", "60"])
+    try:
+        sampler, cmdline = Sampler(os.getpid(), own=True), psutil.Process.cmdline
+        for title, roles in [("ray::RayWorkerWrapper.execute_method", 1), ("ray::IDLE", 0)]:
+            monkeypatch.setattr(psutil.Process, "cmdline", lambda self: [title] if self.pid == worker.pid else cmdline(self))
+            assert sampler.sample(0, 0).processes > 1 and len(sampler.roles) == roles
+    finally:
+        worker.kill()
+        worker.wait()
+    assert sampler.sample(1, 0).lost == ()
+
+
 def test_cards_that_spin_are_evidence_wherever_it_stands():
     cards = (Gpu(80 * 2**30, 100.0, 95.0, 600.0),) * 8
     log = "Capture cuda graph begin. This can take up to several minutes.\n"
@@ -240,6 +284,23 @@ def test_watch_a_server_of_someone_else(rig, tmp_path):
     finally:
         theirs.kill()
         theirs.wait()
+
+
+def test_watch_says_that_the_log_was_emptied_or_is_gone(tmp_path):
+    log = tmp_path / "theirs.log"
+    log.write_text("server_args=" + "x" * 100 + "\n")
+    told = []
+
+    def say(line):
+        told.append(line)
+        if "starting" in line:
+            log.write_text("Load weight begin.\n")
+        elif "loading weights" in line:
+            log.unlink()
+
+    with pytest.raises(LogGone, match="the log is gone: .*theirs.log"):
+        watch(log, pid=os.getpid(), say=say, every=0.05)
+    assert [line.split(": ")[1] for line in told[1:]] == ["starting", "loading weights"]
 
 
 # full disks
@@ -297,6 +358,69 @@ def test_a_server_outlives_the_loss_of_its_log(rig, tmp_path):
         server.keeper.wait()
         with pytest.raises(EngineDied, match="killed by signal 9"):
             server.raise_if_dead()
+
+
+def test_a_deleted_log_is_said_and_the_server_lives(rig, tmp_path):
+    server = Server(rig, tmp_path / "server.log")
+    server.command = Command([sys.executable, FAKE, str(server.port)])
+    with server:
+        wait_ready([server], str)
+        server.log.unlink()
+        assert server.status().state == State.READY
+        assert str(log_lost(server.log, server.fault)).startswith(f"the log of the server is gone: {server.log}")
+
+
+def test_samples_that_meet_a_full_disk_do_not_keep_the_server_alive(rig, tmp_path):
+    "The first error stays the one that is told, and a killed keeper's family is ended all the same."
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    server = Server(rig, tmp_path / "server.log", Command([sys.executable, "-c", stubborn]))
+    with pytest.raises(EngineDied, match="first"):
+        with server:
+            wait_until(lambda: "up" in server.output())
+            server.status()
+            family = [server.pid, server.keeper.pid]
+            server.history.close()
+            server.history = open("/dev/full", "w")
+            server.history.write("a sample")  # written on closing, as what a full disk has refused is
+            server.keeper.kill()
+            raise EngineDied("first")
+    assert not any(map(is_running, family))
+
+
+def test_a_keeper_that_hangs_is_ended_with_its_family(rig, tmp_path, monkeypatch):
+    monkeypatch.setattr("kimi_spec.engines.server.KEEPER_WAIT", 0.5)
+    server = Server(rig, tmp_path / "server.log", Command([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]))
+    with server:
+        wait_until(lambda: "up" in server.output())
+        family = [server.pid, server.keeper.pid]
+        server.keeper.send_signal(signal.SIGSTOP)
+    assert not any(map(is_running, family))
+
+
+@pytest.mark.parametrize("first", ["", "the first error"])
+def test_what_cannot_be_ended_is_named(rig, tmp_path, monkeypatch, first):
+    monkeypatch.setattr("kimi_spec.engines.server.KEEPER_WAIT", 0.3)
+    monkeypatch.setattr("kimi_spec.engines.server.KILL_WAIT", 0.3)
+    server = Server(rig, tmp_path / "server.log", Command([sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]))
+    with pytest.raises(EngineDied if first else KimiSpecError) as raised:
+        with server:
+            wait_until(lambda: "up" in server.output())
+            family = [server.pid, server.keeper.pid]
+            server.keeper.send_signal(signal.SIGSTOP)
+            monkeypatch.setattr(psutil.Process, "kill", lambda self: None)  # as if it hung in a driver
+            if first:
+                raise EngineDied(first)
+    monkeypatch.undo()
+    server.stop()
+    assert str(raised.value).startswith(first) and "could not be ended" in str(raised.value)
+    assert all(re.search(rf"\b{pid}\b", str(raised.value)) for pid in family)
+    assert not any(map(is_running, family))
+
+
+def test_a_keeper_says_what_it_could_not_end():
+    code = "from kimi_spec.engines import launcher\nlauncher.end_family = lambda *_: [4711, 4712]\nlauncher.main()"
+    kept = subprocess.run([sys.executable, "-c", code, "true"], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=20)
+    assert kept.returncode == 1 and "these processes could not be ended: 4711, 4712" in kept.stderr and "Traceback" not in kept.stderr
 
 
 # nothing stays

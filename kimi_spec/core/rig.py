@@ -99,7 +99,7 @@ class Launch(Part):
 class Bench(Part):
     "How it is measured."
     concurrency: list[Positive] = Field(min_length=1, description="numbers of requests kept in flight, one level after another")
-    requests_per_level: Positive = Field(description="requests sent at each level; at least as many as are kept in flight")
+    requests_per_level: Positive = Field(description="requests sent at each level; where that is less than four rounds of the concurrency, four rounds are sent")
     max_tokens: Positive = Field(description="longest answer in tokens")
     warmup: Annotated[int, Field(ge=0)] = Field(2, description="requests sent first and not counted")
     repeats: Positive = Field(1, description="times each level is measured")

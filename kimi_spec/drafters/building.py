@@ -63,9 +63,9 @@ def state_sizes(
 def drafters_for(
     rig: Rig,  # whose target is drafted for
 ) -> dict[str, Path]:  # drafter's name -> folder
-    "The drafters of the rig and its siblings, as far as they serve the same target."
+    "The drafters of the rig and its siblings, as far as they serve the same target. One that a server gets with its trainer's names is another's twin: a replay goes by tensors, not by names."
     rigs = [rig, *(load_rig(s) for s in rig.siblings)]
-    return {r.drafter.name: root() / r.drafter.path for r in rigs if r.drafter and r.target.path == rig.target.path}
+    return {r.drafter.name: root() / r.drafter.path for r in rigs if r.drafter and r.target.path == rig.target.path and not r.drafter.as_saved}
 
 # %% ../../nbs/2_building_drafters.ipynb #a1edb13f
 def covered(

@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,7 +50,10 @@ def sglang_parser():  # its argparse parser, and a check that has nothing to add
     return parser, lambda args: None
 
 
-def judge(build, command_lines):
+def judge(
+    build,  # makes the parser and its check: a function of this room, or the engine's own
+    command_lines,  # pairs: file for the answer, arguments
+):  # nothing; the answers are in the files
     "Parse each list of arguments and write the parser's refusal, if any, and the flags it knows to the file beside it, as JSON."
     import json
 
@@ -118,8 +122,9 @@ def second_look(
     extra: list[str],  # those of them that are launch.extra_args
     flags: list[tuple[list[str], bool]],  # what the parser knows
     fields: dict[str, str],  # flag -> the rig's field behind it
+    ours: Sequence[str] = (),  # flags that this suite adds to every launch
 ) -> list[str]:  # one line for each thing to mend
-    "Abbreviated flags, flags given twice, and extra arguments that undo a field of the rig."
+    "Abbreviated flags, flags given twice, and extra arguments that undo a field of the rig or a flag of this suite."
     of = {name.replace("_", "-"): tuple(names) for names, _ in flags for name in names}
     valued = {tuple(names) for names, takes in flags if takes}
     written = [flag for a in arguments if (flag := named(a))]
@@ -128,7 +133,9 @@ def second_look(
     own = {of.get(flag, (flag,)): field for flag, field in fields.items()}
     extras = [flag for a in extra if (flag := named(a))]
     faults += [f"{flag} is what {own[of.get(flag, (flag,))]} stands for: set it there, or the rig says one thing and the server does another" for flag in extras if of.get(flag, (flag,)) in own]
-    known = [of[flag] for flag in extras if flag in of and of[flag] in valued and of[flag] not in own]
+    added = {of.get(flag, (flag,)) for flag in ours}
+    faults += [f"{flag} is added to every launch, and what a server tells rests on it: leave it out of launch.extra_args" for flag in extras if of.get(flag, (flag,)) in added]
+    known = [of[flag] for flag in extras if flag in of and of[flag] in valued and of[flag] not in own and of[flag] not in added]
     faults += [f"{' / '.join(names)} stands there twice, and only the last one counts" for names in dict.fromkeys(known) if known.count(names) > 1]
     return faults
 
@@ -153,11 +160,12 @@ def check_arguments(
     extra: list[str],  # those of them that are launch.extra_args
     env: dict[str, str],  # what the engine needs to run
     fields: dict[str, str],  # flag -> the rig's field behind it
+    ours: Sequence[str] = (),  # flags that this suite adds to every launch
     soon: list[list[str]] = [],  # arguments of launches to come, judged in the same go
 ) -> str:  # what was found, in words
     "Raises `KimiSpecError` with the parser's own message, or with what it lets pass and should not."
     answer = ask(engine, release, python, arguments, env, soon)
-    faults = [f"{engine} {release} says: {with_nearest(answer.refusal, answer.flags)}"] if answer.refusal else second_look(arguments, extra, answer.flags, fields)
+    faults = [f"{engine} {release} says: {with_nearest(answer.refusal, answer.flags)}"] if answer.refusal else second_look(arguments, extra, answer.flags, fields, ours)
     if faults:
         raise KimiSpecError("\n".join(faults))
     return f"accepted by the parser of {engine} {release}: {sum(named(a) is not None for a in arguments)} flags of {len(answer.flags)}"

@@ -17,6 +17,8 @@ import threading
 import time
 from collections.abc import Callable
 
+from ..core.errors import KimiSpecError
+
 # %% ../../nbs/engines/launcher.ipynb #e3f8c3a4
 def status_of(
     pid: int,  # process
@@ -53,9 +55,10 @@ def is_tracker(
 def end_family(
     pid: int,  # process whose descendants shall end
     grace: float,  # seconds between the polite signal and the other one
-) -> None:
-    "End every descendant and return when all are gone."
-    for sign, seconds, spared in [(signal.SIGTERM, grace, False), (signal.SIGKILL, 3, True), (signal.SIGKILL, 5, False)]:
+    force: float = 4.0,  # seconds to wait after SIGKILL, once for all but the resource tracker, once for all
+) -> list[int]:  # descendants that could not be ended in that time
+    "End every descendant; return when all are gone, or after `grace` + 2 `force` seconds."
+    for sign, seconds, spared in [(signal.SIGTERM, grace, False), (signal.SIGKILL, force, True), (signal.SIGKILL, force, False)]:
         until, told = time.monotonic() + seconds, set()
         while (family := descendants(pid)) and time.monotonic() < until:
             for member in family:
@@ -66,6 +69,7 @@ def end_family(
                     except ProcessLookupError:
                         pass
             time.sleep(0.05)
+    return descendants(pid)
 
 # %% ../../nbs/engines/launcher.ipynb #a9a26adc
 def pump(
@@ -104,7 +108,7 @@ def keep(
     argv: list[str],  # the server's command
     grace: float = 10.0,  # seconds it gets to end by itself
 ) -> int:  # its exit code
-    "Run a server until it ends, stdin closes or SIGTERM comes; leave nothing of it behind. Its output goes to stderr, an errno to stdout when that fails."
+    "Run a server until it ends, stdin closes or SIGTERM comes; leave nothing of it behind. Its output goes to stderr, an errno to stdout when that fails. Raises `KimiSpecError` naming what could not be ended."
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
     server = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=die_with_parent)
     pumping = threading.Thread(target=pump, args=(server.stdout.fileno(), sys.stderr.fileno(), lambda e: os.write(sys.stdout.fileno(), f"{e}\n".encode())), daemon=True)
@@ -115,15 +119,20 @@ def keep(
         grace = min(grace, 2.0) if head in ready else grace  # workers that have lost their head do nothing with more time
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a second one must not break off the end
-        end_family(os.getpid(), grace)
+        left = end_family(os.getpid(), grace)
         pumping.join(5)
+        if left:
+            raise KimiSpecError(f"the server was told to end, but these processes could not be ended: {', '.join(map(str, left))}; `ps -o pid,stat,wchan,args` shows what they hang in")
     return server.wait()
 
 
 def main() -> None:
     "Keep the server whose command follows on the command line."
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    code = keep(sys.argv[1:])
+    try:
+        code = keep(sys.argv[1:])
+    except KimiSpecError as e:
+        sys.exit(f"{e}")  # into the log, and exit code 1
     sys.exit(code if code >= 0 else 128 - code)
 
 

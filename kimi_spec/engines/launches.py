@@ -7,7 +7,7 @@ __all__ = ['SERVER_GB', 'members', 'can_run', 'plan', 'Sizes', 'sizes', 'Measure
            'read_printed_rate', 'measure', 'batches', 'explain_death', 'measure_all', 'acceptance_rows',
            'position_rows', 'speed_rows', 'greedy_rows', 'settings_of', 'validity_rows', 'validity_notes']
 
-# %% ../../nbs/4_sglang_launches.ipynb #7ab8d639
+# %% ../../nbs/4_sglang_launches.ipynb #afe9fa3b
 import json
 import subprocess
 from collections.abc import Callable, Sequence
@@ -23,16 +23,16 @@ from ..core.records import Records
 from ..core.reports import Run, Step
 from ..core.rig import Rig, gpus_here, load_rig
 from . import sglang
-from .bench import Level, record_level, sweep, together, validity_row
+from .bench import Level, numbered, record_level, sweep, together, validity_row
 from .client import compare, read_prompts
 from .engine import EngineDied
 from .metrics import server_facts
-from .preflight import command
+from .preflight import command, need_gpus
 from .server import Server, wait_ready
 from .smoke import Verdict, judge, record_verdict
-from .validity import Row, against, alone, record_notes
+from .validity import ROUNDS, Row, against, alone, record_notes
 
-# %% ../../nbs/4_sglang_launches.ipynb #db2049f0
+# %% ../../nbs/4_sglang_launches.ipynb #7eb6b59d
 def members(
     rig: Rig,  # the rig under test
 ) -> list[Rig]:  # baseline first, then the rig, then its siblings
@@ -40,12 +40,15 @@ def members(
     names = [rig.baseline, rig.name, *rig.siblings]
     return [rig if name == rig.name else load_rig(name) for name in dict.fromkeys(filter(None, names))]
 
-# %% ../../nbs/4_sglang_launches.ipynb #f1b2ab75
+# %% ../../nbs/4_sglang_launches.ipynb #1939300b
 def can_run(
     rig: Rig,  # any rig
 ) -> bool:  # whether this machine has its GPUs, or it needs none
     "Whether the hardware for a rig is here."
-    return not rig.hardware.needs_gpu or gpus_here() >= rig.hardware.count
+    try:
+        return bool(need_gpus(rig))
+    except KimiSpecError:
+        return False
 
 
 def plan(
@@ -64,15 +67,16 @@ def plan(
     compared = Step(what=f"compare greedy tokens of {', '.join(others)} with the baseline", runs_here=can_run(rig), why_not="" if can_run(rig) else "nothing measured")
     return steps + [compared] * bool(others)
 
-# %% ../../nbs/4_sglang_launches.ipynb #868a7d55
+# %% ../../nbs/4_sglang_launches.ipynb #6bd5b48a
 @dataclass(frozen=True)
 class Sizes:
     "How much is measured."
     concurrency: list[int]  # requests in flight, one level after another
-    requests: int  # requests at each level
+    requests: int  # requests at each level, if that is enough for the rounds
     max_tokens: int  # longest answer
     warmup: int  # requests before each level that are not counted
     repeats: int  # times each level is measured
+    rounds: int = ROUNDS  # never fewer requests than so many times the concurrency
     prompts: int = 24  # of the smoke test, which decides about acceptance and equal text
 
 
@@ -88,10 +92,10 @@ def sizes(
     if min(levels) < 1:
         raise KimiSpecError(f"concurrency starts at 1 (found {concurrency!r})")
     if quick:
-        return Sizes(levels, 4, 16, 1, 1, 4)
-    return Sizes(levels, requests or rig.bench.requests_per_level, max_tokens or rig.bench.max_tokens, rig.bench.warmup, rig.bench.repeats)
+        return Sizes(levels, 4, 16, 1, 1, 1, 4)
+    return Sizes(levels, requests or rig.bench.requests_per_level, max_tokens or rig.bench.max_tokens, rig.bench.warmup, rig.bench.repeats, 1 if requests else ROUNDS)
 
-# %% ../../nbs/4_sglang_launches.ipynb #16705b6a
+# %% ../../nbs/4_sglang_launches.ipynb #37411131
 @dataclass
 class Measured:
     "What one server gave."
@@ -102,14 +106,14 @@ class Measured:
     levels: list[Level] = field(default_factory=list)  # levels in the order of measuring
     printed_rate: float | None = None  # what the engine's own log calls accept rate, mean over its lines
     rate_means: str = ""  # definition of that rate
-    log: str = ""  # what the server printed
+    log: str = ""  # what the server printed, after blank lines for what was there before
     log_name: str = ""  # where
 
     @property
     def acceptance(self) -> Acceptance | None:  # over all levels; None without a drafter, and if no step ran
         return together(self.levels)
 
-# %% ../../nbs/4_sglang_launches.ipynb #4f7b6f21
+# %% ../../nbs/4_sglang_launches.ipynb #c9120144
 def record_server(
     found: Measured,  # a server that is ready
     records: Records,  # of that server's rig
@@ -132,7 +136,7 @@ def record_question(
     records.add("smoke.content", verdict.question.content, "text", **where)
     records.add("smoke.usage", json.dumps(verdict.question.usage), "text", **where)
 
-# %% ../../nbs/4_sglang_launches.ipynb #5c9da2a6
+# %% ../../nbs/4_sglang_launches.ipynb #6a035dd3
 def read_printed_rate(
     found: Measured,  # measured, gets rate and definition
     log: Path,  # the server's log
@@ -144,12 +148,13 @@ def read_printed_rate(
         reading = read_log(log, f"{found.rig.engine.name}=={found.rig.engine.release}")
     except AcceptanceError:
         return
-    rates = [line.stated_rate for line in reading.lines if line.stated_rate is not None]
+    earlier = len(found.log) - len(found.log.lstrip("\n"))  # lines of an earlier start
+    rates = [line.stated_rate for line in reading.lines if line.stated_rate is not None and line.number > earlier]
     if rates:
         found.printed_rate, found.rate_means = sum(rates) / len(rates), reading.rate_means
         records.add("acceptance.reported_rate", found.printed_rate, "fraction", labels={"definition": reading.rate_means, "k": found.rig.drafter.k}, method=f"accept rate as printed, mean over {len(rates)} log lines", evidence=evidence)
 
-# %% ../../nbs/4_sglang_launches.ipynb #3b2798f6
+# %% ../../nbs/4_sglang_launches.ipynb #41a65332
 def measure(
     server: Server,  # ready
     messages: list[list[dict]],  # prompts
@@ -174,14 +179,14 @@ def measure(
         found.levels.append(level)
         say(f"         {rig.name}: {level.output_rate:6.1f} tok/s at concurrency {level.concurrency}" + (f", accept length {level.acceptance.accept_length:.2f}" if level.acceptance else ""))
 
-    sweep(url, rig.target.name, messages, sizes.concurrency, sizes.max_tokens, sizes.requests, sizes.warmup, sizes.repeats, rig, server.log, logs, rig.name, done=done)
-    found.log = server.output()
+    sweep(url, rig.target.name, messages, sizes.concurrency, sizes.max_tokens, sizes.requests, sizes.warmup, sizes.repeats, rig, server.log, logs, rig.name, rounds=sizes.rounds, done=done)
+    found.log = numbered(server)
     if total := found.acceptance:
         total.record(records, method="counters before and after each level, warm-up left out, all levels together" + (f"; {total.note}" if total.note else ""), evidence=evidence)
         read_printed_rate(found, server.log, records, evidence)
     return found
 
-# %% ../../nbs/4_sglang_launches.ipynb #363f6b83
+# %% ../../nbs/4_sglang_launches.ipynb #d3baa711
 SERVER_GB = 3.0  # memory of one CPU server with the nano target: vLLM's three processes take 2.8 GB, SGLang's three a little less
 
 
@@ -194,7 +199,7 @@ def batches(
     size = 1 if any(r.hardware.needs_gpu for r in rigs) else max(1, int(free_gb // SERVER_GB))
     return [rigs[i : i + size] for i in range(0, len(rigs), size)]
 
-# %% ../../nbs/4_sglang_launches.ipynb #9a8868ad
+# %% ../../nbs/4_sglang_launches.ipynb #4fb30e9d
 def explain_death(
     server: Server,  # that was measured
     error: EngineDied,  # as the client saw it
@@ -232,7 +237,7 @@ def measure_all(
                     explain_death(server, e)
     return found
 
-# %% ../../nbs/4_sglang_launches.ipynb #f4c71975
+# %% ../../nbs/4_sglang_launches.ipynb #fefc6c3b
 def acceptance_rows(
     measured: dict[str, Measured],  # from `measure_all`
 ) -> list[dict]:  # a row for each rig with a drafter
@@ -246,7 +251,7 @@ def acceptance_rows(
                          "95% from": low, "to": high, "accepted of drafted": a.rate, **positions, "printed rate": m.printed_rate})
     return rows
 
-# %% ../../nbs/4_sglang_launches.ipynb #4584dc63
+# %% ../../nbs/4_sglang_launches.ipynb #34527e89
 def position_rows(
     measured: dict[str, Measured],  # from `measure_all`
 ) -> list[dict]:  # a row for each rig, position and kind
@@ -254,7 +259,7 @@ def position_rows(
     return [{"rig": name, "position": i, "kind": kind, "acceptance": getattr(m.acceptance, kind)(i)}
             for name, m in measured.items() if m.acceptance and m.acceptance.unconditional(1) is not None for kind in ("unconditional", "conditional") for i in range(1, m.acceptance.k + 1)]
 
-# %% ../../nbs/4_sglang_launches.ipynb #d2163036
+# %% ../../nbs/4_sglang_launches.ipynb #75f93905
 def speed_rows(
     measured: dict[str, Measured],  # from `measure_all`
 ) -> list[dict]:  # a row for each level
@@ -263,7 +268,7 @@ def speed_rows(
              **{f"{key} ms": level.latency(f"{key}_ms").get("median") for key in ("ttft", "itl", "tpot")}}
             for name, m in measured.items() for level in m.levels]
 
-# %% ../../nbs/4_sglang_launches.ipynb #847e2bb2
+# %% ../../nbs/4_sglang_launches.ipynb #430f902f
 def greedy_rows(
     measured: dict[str, Measured],  # from `measure_all`
     records: Records | None = None,  # gets one record a rig; None writes nothing
@@ -280,7 +285,7 @@ def greedy_rows(
                             method=f"greedy answers, one request at a time, compared by {found[0]['by']}", evidence=f"{m.log_name} and {measured[m.rig.baseline].log_name}")
     return rows
 
-# %% ../../nbs/4_sglang_launches.ipynb #950a6827
+# %% ../../nbs/4_sglang_launches.ipynb #c1941b8d
 def settings_of(
     rig: Rig,  # what was served
 ) -> dict[str, str]:  # what two rows should share, the drafter left out

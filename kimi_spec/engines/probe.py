@@ -7,8 +7,8 @@ __all__ = ['Effect', 'FAULTS', 'DRAWS', 'ASK', 'pair_for', 'absent', 'drafter_co
            'Fault', 'wired', 'shifted', 'with_tensor', 'ids_moved', 'missing', 'flag_in_config', 'rolled_embedding',
            'set_tensor', 'set_config', 'drafted', 'one_less', 'absolute', 'fault_named', 'is_fault_here', 'filled',
            'agreed', 'predicted', 'Fit', 'agreement', 'rank', 'Verdict', 'lines', 'given', 'Reading', 'ask_sglang',
-           'vllm_counts', 'ask_vllm', 'answered', 'light', 'prepared', 'probe', 'clipped', 'judge', 'with_port',
-           'notes', 'dry_run', 'named_right', 'probe_all', 'record', 'summary', 'judged', 'row']
+           'vllm_counts', 'ask_vllm', 'answered', 'light', 'prepared', 'preflight', 'probe', 'clipped', 'judge',
+           'with_port', 'notes', 'dry_run', 'named_right', 'probe_all', 'record', 'judged', 'row']
 
 # %% ../../nbs/engines/probe.ipynb #c25df699
 import json
@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import permutations
 from pathlib import Path
@@ -36,7 +36,7 @@ from kimi_spec.engines.analytic_pair import (
 from .engine import Command, EngineDied, is_hub_id, read_json
 from .environments import interpreter
 from .metrics import scrape, values
-from .preflight import command
+from .preflight import checks, command
 from .served import DEEPSEEK, FIRST_WITH, KEY, known_release, served_drafter, tensors
 from .server import Server, wait_ready
 
@@ -101,24 +101,41 @@ class Served:
     k: int  # guesses a step, as the rig says
     form: Form = Form()  # what the real drafter's checkpoint asks of the engine
 
-    def ids(self) -> list[int]: return (self.config.get("eagle_config") or {}).get(KEY) or self.config.get(KEY) or []
+    def ids(self) -> list[int]:  # empty if the config names none
+        "Aux layer ids as the engine reads them."
+        return (self.config.get("eagle_config") or {}).get(KEY) or self.config.get(KEY) or []
 
-    def right_ids(self) -> list[int]: return self.right["eagle_config"][KEY]
+    def right_ids(self) -> list[int]:  # as this engine counts layers
+        "Aux layer ids as they should be."
+        return self.right["eagle_config"][KEY]
 
-    def shift(self, by: int) -> None:
+    def shift(
+        self,
+        by: int,  # layers
+    ) -> None:
         "Move all aux layer ids."
         ids = [i + by for i in self.right_ids()]
         self.config = {**self.config, KEY: ids, "eagle_config": {**self.config["eagle_config"], KEY: ids}}
 
-    def rename(self, old: str, new: str) -> None:
+    def rename(
+        self,
+        old: str,  # beginning of a tensor's name
+        new: str,  # what it becomes
+    ) -> None:
         "Change the beginning of tensor names."
         self.tensors = {new + name.removeprefix(old) if name.startswith(old) else name: t for name, t in self.tensors.items()}
 
-    def drop(self, name: str) -> None:
+    def drop(
+        self,
+        name: str,  # of a tensor
+    ) -> None:
         "Leave a tensor out."
         self.tensors = {n: t for n, t in self.tensors.items() if n != name}
 
-    def replace_argument(self, changes: dict[str, str]) -> None:
+    def replace_argument(
+        self,
+        changes: dict[str, str],  # argument as it is -> as it shall be
+    ) -> None:
         "Change values on the command line."
         self.argv = [changes.get(arg, arg) for arg in self.argv]
 
@@ -149,33 +166,49 @@ class Fault:
     refusal: str = ""  # pattern of the error of an engine that won't take it
 
 
-def wired(**changes) -> Callable[[Pair, Wiring], list[Effect]]:
+def wired(
+    **changes,  # fields of `Wiring`
+) -> Callable[[Pair, Wiring], list[Effect]]:  # effects of a fault
     "The effect of another wiring."
     return lambda pair, right: [(replace(right, **changes), {})]
 
 
-def shifted(by: int) -> Callable[[Pair, Wiring], list[Effect]]:
+def shifted(
+    by: int,  # layers
+) -> Callable[[Pair, Wiring], list[Effect]]:  # effects of a fault
     "The effect of other layers, all by the same number."
     return lambda pair, right: [(replace(right, aux=tuple(i + by for i in right.aux)), {})]
 
 
-def with_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Pair, Wiring], list[Effect]]:
+def with_tensor(
+    name: str,  # of a tensor of the pair
+    change: Callable[[torch.Tensor], torch.Tensor],  # what happens to it
+) -> Callable[[Pair, Wiring], list[Effect]]:  # effects of a fault
     "The effect of a wrong tensor."
     return lambda pair, right: [(right, {name: change(pair.tensors[name])})]
 
 
-def ids_moved(by: int, served: Served) -> str:
+def ids_moved(
+    by: int,  # layers
+    served: Served,  # what the engine is given
+) -> str:  # where it shows, "" if it doesn't
     "Whether the config's ids are all off by that much."
     moved = [i - by for i in served.ids()] == served.right_ids()
     return f"config.json of the drafter says {served.ids()}, right for this engine is {served.right_ids()}" if moved else ""
 
 
-def missing(name: str, served: Served) -> str:
+def missing(
+    name: str,  # beginning of a tensor's name
+    served: Served,  # what the engine is given
+) -> str:  # where it shows, "" if it doesn't
     "Whether no tensor begins like this."
     return "" if any(n.startswith(name) for n in served.tensors) else f"no tensor {name}* in the drafter's file, but {', '.join(sorted({n.split('.')[0] + '.*' if '.' in n else n for n in served.tensors}))}"
 
 
-def flag_in_config(name: str, served: Served) -> str:
+def flag_in_config(
+    name: str,  # of a line of the config, and of a field of `Form`
+    served: Served,  # what the engine is given
+) -> str:  # where it shows, "" if it doesn't
     "Whether the config asks for something the weights were not made for."
     return f"config.json of the drafter says {name}: true" if served.config.get(name) and not getattr(served.form, name, False) else ""
 
@@ -185,17 +218,24 @@ def rolled_embedding() -> torch.Tensor:  # [vocab, hidden]
     return torch.eye(VOCAB, HIDDEN).roll(1, 0) * (torch.arange(VOCAB) < CLASSES)[:, None]
 
 
-def set_tensor(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Served], None]:
+def set_tensor(
+    name: str,  # of a tensor in the drafter's file
+    change: Callable[[torch.Tensor], torch.Tensor],  # what happens to it
+) -> Callable[[Served], None]:  # makes the mark
     "The mark of a wrong tensor."
     return lambda served: served.tensors.update({name: change(served.tensors[name])})
 
 
-def set_config(**lines) -> Callable[[Served], None]:
+def set_config(
+    **lines,  # of config.json
+) -> Callable[[Served], None]:  # makes the mark
     "The mark of another config."
     return lambda served: served.config.update(lines)
 
 
-def drafted(served: Served) -> int:  # guesses a step
+def drafted(
+    served: Served,  # what the engine is given
+) -> int:  # guesses a step; 0 if nothing is said
     "How many guesses the command line asks for."
     for flag, value in zip(served.argv, served.argv[1:]):
         if flag == "--speculative-num-steps":
@@ -205,7 +245,9 @@ def drafted(served: Served) -> int:  # guesses a step
     return 0
 
 
-def one_less(served: Served) -> None:
+def one_less(
+    served: Served,  # changed in place
+) -> None:
     "Ask for one guess less. Raises `KimiSpecError` if there is only one."
     k = drafted(served)
     if k < 2:
@@ -216,7 +258,9 @@ def one_less(served: Served) -> None:
             served.argv[i + 1] = str(int(served.argv[i + 1]) - 1)
 
 
-def absolute(d2t: torch.Tensor) -> torch.Tensor:
+def absolute(
+    d2t: torch.Tensor,  # [draft vocab] offsets
+) -> torch.Tensor:  # [draft vocab] ids
     "Target ids in place of offsets."
     return d2t + torch.arange(len(d2t))
 
@@ -533,6 +577,16 @@ def prepared(
         yield pair, placed.model_copy(update={"drafter": placed.drafter.model_copy(update={"path": relative(folder)})}), served
 
 
+def preflight(
+    rig: Rig,  # the real one, with a drafter
+) -> None:
+    "What must hold before the pair is served: the machine, the engine and its flags; the rig's own checkpoints are not loaded. Raises the `KimiSpecError` of the first check that fails."
+    for name in ("hardware", "engine", "room"):
+        checks(rig)[name]()
+    with prepared(rig) as (_, placed, _):  # without a fault, so the parser's answer serves every fault
+        checks(placed)["arguments"]()
+
+
 def probe(
     rig: str | Rig,  # name or rig
     inject: str | None = None,  # fault to put in on purpose
@@ -541,6 +595,7 @@ def probe(
     "Prove a rig's wiring on its own engine. Raises `KimiSpecError` for a rig that can't be probed here; a server that dies is a verdict."
     rig = load_rig(rig) if isinstance(rig, str) else rig
     fault, start = fault_named(inject) if inject else None, time.monotonic()
+    preflight(rig)
     python = interpreter(rig.engine.environment, rig.engine.release)
     with prepared(rig, fault, python) as (pair, placed, served):
         write_target(pair)
@@ -608,7 +663,7 @@ def notes(
         said.append("note: Kimi-K2.5 is probed as its text model (deepseek_v3); the image side is not part of the probe")
     if drafter_config_of(rig).get("norm_output"):
         said.append("note: the drafter's norm_output is not part of the probe")
-    return said + (["note: GPU kernels get Kimi's head sizes; this suite's authors had no GPU to try it on"] if rig.hardware.needs_gpu else [])
+    return said + (["note: GPU kernels get Kimi's head sizes; not run on a GPU"] if rig.hardware.needs_gpu else [])
 
 
 def dry_run(
@@ -623,10 +678,13 @@ def dry_run(
         python = None
     with prepared(rig, fault_named(inject) if inject else None, python) as (pair, placed, served):
         env = command(placed, python=python).env
-        return "\n".join([f"{rig.name}: the analytic pair of {pair.shape.layers} {pair.shape.kind} layers, aux {list(pair.shape.aux)}, in place of target and drafter", "", Command(served.argv, env).text(), "", *notes(rig)])
+        temporary = [f"note: {placed.drafter.path} is a temporary copy with the mark of {inject} and gone by now; a probe makes one of its own"] if inject else []
+        return "\n".join([f"{rig.name}: the analytic pair of {pair.shape.layers} {pair.shape.kind} layers, aux {list(pair.shape.aux)}, in place of target and drafter", "", Command(served.argv, env).text(), "", *temporary, *notes(rig)])
 
 # %% ../../nbs/engines/probe.ipynb #1b4733f3
-def named_right(verdict: Verdict) -> bool:
+def named_right(
+    verdict: Verdict,  # of a probe
+) -> bool:
     "Whether an injected fault got its name (or, where it is harmless, none)."
     return verdict.right if verdict.harmless or not verdict.injected else verdict.named == verdict.injected
 
@@ -649,13 +707,6 @@ def record(
     "What was measured, without its explanation."
     return {"rig": verdict.rig, "engine": verdict.engine, "k": verdict.k, "injected": verdict.injected, "lamps": verdict.lamps, "crash": verdict.crash, "text_right": verdict.text_right, "idle": verdict.idle,
             "seconds": {name: round(s, 1) for name, s in verdict.seconds.items()}}
-
-
-def summary(
-    verdict: Verdict,  # of a probe
-) -> dict:  # ready for JSON
-    "What was measured, and what it means."
-    return {**record(verdict), "right": verdict.right, "named": verdict.named, "accept_length": verdict.accept_length, "harmless": verdict.harmless, "ranking": [asdict(fit) for fit in verdict.ranking], "said": lines(verdict)}
 
 
 def judged(

