@@ -1,5 +1,4 @@
 "Findings: known records in, known verdicts out; and a run that lacks this or that still gets its page."
-import json
 import re
 from datetime import datetime, timezone
 

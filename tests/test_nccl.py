@@ -11,7 +11,7 @@ import pytest
 from kimi_spec.core.errors import KimiSpecError
 from kimi_spec.core.paths import data_dir
 from kimi_spec.core.reports import start_run
-from kimi_spec.core.rig import list_rigs, load_rig
+from kimi_spec.core.rig import list_rigs
 from kimi_spec.nccl.collectives import PerfError, bus_bandwidth, measure_latency, message_bytes, read_perf
 from kimi_spec.nccl.environment import CATALOGUE, NcclEnvError, check_environment
 from kimi_spec.nccl.ranks import RankError, run_ranks

@@ -7,17 +7,14 @@ import json
 import os
 import random
 import re
-import subprocess
-import sys
 import threading
 import zipfile
-from pathlib import Path
 
 import pytest
 
 from kimi_spec.core.errors import KimiSpecError
 from kimi_spec.patching import sources as src
-from kimi_spec.patching.kimi_eagle3 import IMAGE_TOKEN, KIMI_TYPES, PATCHES, STATES, WHITELIST, rehearse_image_token, rehearse_states, rehearse_whitelist
+from kimi_spec.patching.kimi_eagle3 import KIMI_TYPES, PATCHES, rehearse_image_token, rehearse_states, rehearse_whitelist
 from kimi_spec.patching.patches import APPLIED, NATIVE, NEEDED, UNKNOWN, compiles, diff, patched, status
 
 DEMO = b"x = 1  # \xc3\xa9\r\n"

@@ -8,7 +8,7 @@ import torch
 
 from kimi_spec.core.errors import KimiSpecError
 from kimi_spec.core.reports import start_run
-from kimi_spec.core.rig import list_rigs, load_rig
+from kimi_spec.core.rig import list_rigs
 from kimi_spec.profiling.tensor_parallel import load_target, measure, split, tiny_target
 from kimi_spec.profiling.trace import TraceError, all_reduces, breakdown, read_trace, split_waiting, timeline
 
