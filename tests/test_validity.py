@@ -14,9 +14,9 @@ from kimi_spec.engines.validity import CHECKS, FALLBACKS, PAIR_CHECKS, Row, agai
 settings.register_profile("shared machine", deadline=None, max_examples=60)
 settings.load_profile("shared machine")
 
-GOOD = Row("nano-vllm", 8, "vllm", "0.32.0", rates=[100, 104, 102], requests=64, output_tokens=3000, tokens_from="usage", ttft_ms=40, tpot_ms=10, e2e_ms=540, request_s_per_token=[0.011, 0.01, 0.012], warmup=2, running=8, queued=0, max_running=16,
+GOOD = Row("nano-vllm", 8, "vllm", "0.32.0", rates=[100, 104, 102], requests=64, output_tokens=3000, tokens_from="usage", ttft_ms=40, tpot_ms=10, e2e_ms=540, bunched=0.02, request_s_per_token=[0.011, 0.01, 0.012], warmup=2, running=8, queued=0, max_running=16,
            kv_tokens=55184, kv_usage=0.1, k=3, acceptance=Acceptance.from_counts(900, per_position=[800, 700, 600]), rate_scale="accepted/drafted", answers=[list(range(60))], settings={"dtype": "float32"}, ceiling=5000)
-SPOILED = dict(capped=dict(concurrency=17), queued=dict(queued=1), few=dict(requests=31), warmup=dict(request_s_per_token=[0.03, 0.01, 0.01]), errors=dict(errors=1), prefill=dict(ttft_ms=60), counting=dict(tokens_from="chunks"), ceiling=dict(ceiling=120),
+SPOILED = dict(capped=dict(concurrency=17), queued=dict(queued=1), few=dict(requests=31), warmup=dict(request_s_per_token=[0.03, 0.01, 0.01]), errors=dict(errors=1), bunched=dict(bunched=0.3), prefill=dict(ttft_ms=60), counting=dict(tokens_from="chunks"), ceiling=dict(ceiling=120),
                single=dict(rates=[100]), spread=dict(rates=[100, 111]), degenerate=dict(answers=[[1, 2] * 40]), few_steps=dict(acceptance=Acceptance.from_counts(199, per_position=[150, 100, 50])), estimated=dict(acceptance=replace(GOOD.acceptance, note="estimated: by tokens")),
                idle=dict(acceptance=Acceptance.from_counts(900, 0, k=3)), maximum=dict(acceptance=Acceptance.from_counts(900, 2700, k=3)), unread_rate=dict(rate_scale="unknown"))
 

@@ -133,6 +133,11 @@ class Level:
     @property
     def client_busy(self) -> float: return self.client_cpu / self.seconds if self.answers else 0.0  # share of the time that the client's thread was computing
 
+    @property
+    def bunched(self) -> float | None:  # share of the chunks that were read at the same instant as the one before; None without chunks
+        gaps = [gap for a in self.answers for gap in a.itl_ms]
+        return sum(gap == 0 for gap in gaps) / len(gaps) if gaps else None
+
     def latency(
         self,
         name: str,  # ttft_ms, itl_ms, tpot_ms or e2e_ms
@@ -557,7 +562,7 @@ def validity_row(
     first, facts = levels[0], facts or {}
     means = {name: spread(levels, name).mean for name in ("ttft_ms", "tpot_ms", "e2e_ms") if all(level.latency(name) for level in levels)}
     return Row(rig.name, first.concurrency, engine=rig.engine.name, release=rig.engine.release, rates=[level.output_rate for level in levels], requests=first.requests, errors=sum(len(level.errors) for level in levels),
-               output_tokens=first.output_tokens, tokens_from="usage", **means, request_s_per_token=[(a.end - a.start) / a.completion_tokens for a in first.answers], warmup=first.warmup,
+               output_tokens=first.output_tokens, tokens_from="usage", **means, bunched=max((level.bunched or 0 for level in levels)), request_s_per_token=[(a.end - a.start) / a.completion_tokens for a in first.answers], warmup=first.warmup,
                running=first.running, queued=max((level.queued or 0) for level in levels) if first.queued is not None else None, k=rig.drafter.k if rig.drafter else 0, acceptance=together(levels), max_running=facts.get("max_running"), kv_tokens=facts.get("kv_tokens"), kv_usage=first.kv_usage,
                answers=[a.token_ids or a.text for a in first.answers], ceiling=first.ceiling and first.ceiling * first.output_tokens / len(first.answers), evidence=first.file)
 
