@@ -4,8 +4,8 @@
 
 # %% auto #0
 __all__ = ['app', 'engines', 'nano', 'show_table', 'show_json', 'rigs', 'show_rig', 'report', 'show_plans', 'acceptance',
-           'engines_list', 'engines_install', 'launch', 'watch', 'smoke', 'probe', 'bench', 'nano_train', 'site',
-           'main']
+           'engines_list', 'engines_install', 'launch', 'watch', 'smoke', 'probe', 'on_its_side', 'bench', 'nano_train',
+           'site', 'main']
 
 # %% ../nbs/cli.ipynb #c16a4c9d
 import json
@@ -194,6 +194,13 @@ def probe(
     raise typer.Exit(0 if all(map(room.named_right, verdicts)) else 1)
 
 # %% ../nbs/cli.ipynb #20146c8e
+def on_its_side(
+    rows: list[dict],  # one dict a row, all with the same keys
+) -> list[dict]:  # one a key, with a column for each value of the first key; keys without any value are left out
+    "A table of few rows and many columns, for a narrow terminal."
+    key, *names = rows[0]
+    return [{key: name, **{str(row[key]): row[name] for row in rows}} for name in names if any(row[name] not in ("", None) for row in rows)]
+
 @app.command()
 def bench(
     rig: Annotated[str, typer.Argument(help="Rig to measure; see `kimi-spec rigs`.")],
@@ -208,7 +215,7 @@ def bench(
     from kimi_spec.engines.bench import bench
     from kimi_spec.engines.bench_results import import_results
     if read: import_results(rig, read)
-    else: show_table(bench(rig, url, concurrency or (), requests, max_tokens, repeats))
+    else: show_table(on_its_side(bench(rig, url, concurrency or (), requests, max_tokens, repeats)))
 
 # %% ../nbs/cli.ipynb #ab3faa88
 @nano.command("train")
