@@ -6,7 +6,8 @@
 __all__ = ['CORES', 'METHOD', 'GONE', 'T95', 'SWEEP', 'BadAnswer', 'Wire', 'fetch', 'read', 'Level', 'write_level', 'read_level',
            'all_of', 'drive', 'bodies', 'run_level', 'collect', 'raise_failure', 'Ceiling', 'this_client',
            'measure_ceiling', 'ceiling', 'record_level', 'family', 'bind', 'apart', 'Spread', 'spread', 'LevelWatch',
-           'together', 'sweep', 'sweep_rows', 'validity_row', 'numbered', 'record_validity', 'bench']
+           'together', 'sweep', 'sweep_rows', 'settings_of', 'validity_row', 'rows_of', 'numbered', 'record_validity',
+           'bench']
 
 # %% ../../nbs/engines/bench.ipynb #2c2631d9
 import asyncio
@@ -38,7 +39,7 @@ from .engine import EngineDied
 from .metrics import Watch, accepted, server_facts, settled
 from .mock_server import mock_server
 from .server import Server, wait_ready
-from .validity import NEAR, ROUNDS, Note, Row, alone, record_notes
+from .validity import NEAR, ROUNDS, Note, Row, against, alone, record_notes
 
 # %% ../../nbs/engines/bench.ipynb #1e279194
 class BadAnswer(KimiSpecError):
@@ -248,7 +249,7 @@ def run_level(
     requests: int | None = None,  # counted ones; None sends every prompt once
     warmup: int = 2,  # sent before and not counted
     out: Path | None = None,  # file for its requests; None keeps none
-    watch: Watch | None = None,  # from `watch_load`, not yet begun: looks at the server meanwhile
+    watch: Watch | None = None,  # not yet begun: looks at the server meanwhile
     ignore_eos: bool = False,  # go on to max_tokens
     silence: float = 600,  # seconds without a byte after which the server is given up
 ) -> Level:  # measured
@@ -553,6 +554,15 @@ def sweep_rows(
     return rows
 
 # %% ../../nbs/engines/bench.ipynb #e82c5b62
+def settings_of(
+    rig: Rig,  # what was served
+) -> dict[str, str]:  # what two rows should share, the drafter left out
+    "Settings that change speed without being what is compared."
+    launch = rig.launch
+    return {"target": rig.target.path, "dtype": launch.dtype, "max_model_len": str(launch.max_model_len), "max_running_requests": str(launch.max_running_requests),
+            "tensor_parallel": str(launch.tensor_parallel), "extra_args": " ".join(launch.extra_args), "env": " ".join(f"{k}={v}" for k, v in sorted(launch.env.items()))}
+
+
 def validity_row(
     levels: Sequence[Level],  # repeats of one level
     rig: Rig,  # what was served
@@ -564,7 +574,17 @@ def validity_row(
     return Row(rig.name, first.concurrency, engine=rig.engine.name, release=rig.engine.release, rates=[level.output_rate for level in levels], requests=first.requests, errors=sum(len(level.errors) for level in levels),
                output_tokens=first.output_tokens, tokens_from="usage", **means, bunched=max((level.bunched or 0 for level in levels)), request_s_per_token=[(a.end - a.start) / a.completion_tokens for a in first.answers], warmup=first.warmup,
                running=first.running, queued=max((level.queued or 0) for level in levels) if first.queued is not None else None, k=rig.drafter.k if rig.drafter else 0, acceptance=together(levels), max_running=facts.get("max_running"), kv_tokens=facts.get("kv_tokens"), kv_usage=first.kv_usage,
-               answers=[a.token_ids or a.text for a in first.answers], ceiling=first.ceiling and first.ceiling * first.output_tokens / len(first.answers), evidence=first.file)
+               answers=[a.token_ids or a.text for a in first.answers], ceiling=first.ceiling and first.ceiling * first.output_tokens / len(first.answers), settings=settings_of(rig), evidence=first.file)
+
+
+def rows_of(
+    levels: Sequence[Level],  # measured
+    rig: Rig,  # what was served
+    facts: dict | None = None,  # from `server_facts`
+) -> dict[int, Row]:  # concurrency -> its row
+    "Repeats of one concurrency are one row."
+    same = {c: [level for level in levels if level.concurrency == c] for c in dict.fromkeys(level.concurrency for level in levels)}
+    return {c: validity_row(repeats, rig, facts) for c, repeats in same.items()}
 
 
 def numbered(
@@ -579,15 +599,16 @@ def record_validity(
     levels: Sequence[Level],  # measured
     rig: Rig,  # what was served
     facts: dict,  # from `server_facts`
-    records: Records,  # get every note
+    records: Records | None,  # get every note; None writes nothing
     log: str = "",  # the server's, from `numbered`; "" if it is not ours
     log_name: str = "the log",  # its file, for the evidence
+    others: dict[int, Row] | None = None,  # rows it is compared with, from `rows_of`; None compares with nothing
 ) -> list[tuple[int | None, Note]]:  # concurrency, None for all of them, and note
-    "What each level earns by itself, and once what the server's log admits: it belongs to all of them."
-    same = {c: [level for level in levels if level.concurrency == c] for c in dict.fromkeys(level.concurrency for level in levels)}
-    rows = [validity_row(repeats, rig, facts) for repeats in same.values()] + [Row(rig.name, log=log, log_name=log_name)]
-    found = [(row, alone(row)) for row in rows]
-    for row, notes in found:
+    "What each level earns by itself and beside its baseline's, and once what the server's log admits: it belongs to all of them."
+    found = [(row, alone(row) + (against(row, others[c]) if others and c in others else [])) for c, row in rows_of(levels, rig, facts).items()]
+    whole = Row(rig.name, log=log, log_name=log_name)
+    found.append((whole, alone(whole)))
+    for row, notes in found if records else ():
         record_notes(row, notes, records)
     return [(row.concurrency, note) for row, notes in found for note in notes]
 

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = ['SERVER_GB', 'members', 'can_run', 'plan', 'Sizes', 'sizes', 'Measured', 'record_server', 'record_question',
            'read_printed_rate', 'measure', 'batches', 'explain_death', 'measure_all', 'acceptance_rows',
-           'position_rows', 'speed_rows', 'greedy_rows', 'settings_of', 'validity_rows', 'validity_notes']
+           'position_rows', 'speed_rows', 'greedy_rows', 'validity_notes']
 
 # %% ../../nbs/4_sglang_launches.ipynb #afe9fa3b
 import json
@@ -23,14 +23,14 @@ from ..core.records import Records
 from ..core.reports import Run, Step
 from ..core.rig import Rig, gpus_here, load_rig
 from . import sglang
-from .bench import Level, numbered, record_level, sweep, together, validity_row
+from .bench import Level, numbered, record_level, record_validity, rows_of, sweep, together
 from .client import compare, read_prompts
 from .engine import EngineDied
 from .metrics import server_facts
 from .preflight import command, need_gpus
 from .server import Server, wait_ready
 from .smoke import Verdict, judge, record_verdict
-from .validity import ROUNDS, Row, against, alone, record_notes
+from .validity import ROUNDS
 
 # %% ../../nbs/4_sglang_launches.ipynb #7eb6b59d
 def members(
@@ -286,23 +286,6 @@ def greedy_rows(
     return rows
 
 # %% ../../nbs/4_sglang_launches.ipynb #c1941b8d
-def settings_of(
-    rig: Rig,  # what was served
-) -> dict[str, str]:  # what two rows should share, the drafter left out
-    "Settings that change speed without being what is compared."
-    launch = rig.launch
-    return {"target": rig.target.path, "dtype": launch.dtype, "max_model_len": str(launch.max_model_len), "max_running_requests": str(launch.max_running_requests),
-            "tensor_parallel": str(launch.tensor_parallel), "extra_args": " ".join(launch.extra_args), "env": " ".join(f"{k}={v}" for k, v in sorted(launch.env.items()))}
-
-
-def validity_rows(
-    m: Measured,  # one server
-) -> dict[int, Row]:  # concurrency -> its row
-    "All that is known about each row of a server."
-    levels = {c: [level for level in m.levels if level.concurrency == c] for c in dict.fromkeys(level.concurrency for level in m.levels)}
-    return {c: replace(validity_row(same, m.rig, m.facts), settings=settings_of(m.rig)) for c, same in levels.items()}
-
-
 def validity_notes(
     measured: dict[str, Measured],  # from `measure_all`
     records: Records | None = None,  # gets every note; None writes nothing
@@ -310,12 +293,7 @@ def validity_notes(
     "What keeps a row from meaning what it seems to mean. What the log of a server admits belongs to all its rows."
     notes = []
     for name, m in measured.items():
-        others = validity_rows(measured[m.rig.baseline]) if m.rig.baseline in measured else {}
-        said = [(row, note) for c, row in validity_rows(m).items() for note in alone(row) + (against(row, others[c]) if c in others else [])]
-        whole = Row(name, k=m.rig.drafter.k if m.rig.drafter else 0, log=m.log, log_name=m.log_name)
-        said += [(whole, note) for note in alone(whole)]
-        for row, note in said:
-            if records:
-                record_notes(row, [note], records)
-            notes.append({"rig": name, "C": "all" if row.concurrency is None else row.concurrency, "note": note.text, "evidence": note.evidence})
+        base = measured.get(m.rig.baseline)
+        said = record_validity(m.levels, m.rig, m.facts, records, m.log, m.log_name, rows_of(base.levels, base.rig, base.facts) if base else None)
+        notes += [{"rig": name, "C": "all" if c is None else c, "note": note.text, "evidence": note.evidence} for c, note in said]
     return notes

@@ -26,7 +26,7 @@ from ..core.rig import Rig, load_rig
 from .engine import Command, EngineDied, EngineTimeout, free_port
 from .environments import interpreter
 from .launcher import kept
-from .metrics import values
+from .metrics import GAUGES, values
 from .preflight import checks, command
 from .supervision import LogGone, State, Status, Tail, Teller, machine_for
 from .vitals import Sampler, is_alive, sample_line
@@ -165,7 +165,7 @@ def in_flight(
     engine: str,  # vllm or sglang
 ) -> tuple[int | None, float | None]:  # requests being decoded, tokens generated so far; None where they aren't told
     "Two figures of /metrics that tell whether a server works on what it was asked."
-    names = {"vllm": ("vllm:num_requests_running", "vllm:generation_tokens_total"), "sglang": ("sglang:num_running_reqs", "sglang:generation_tokens_total")}[engine]
+    names = GAUGES[engine]["running"], f"{engine}:generation_tokens_total"
     try:
         answer = httpx.get(f"{url}/metrics", timeout=5, trust_env=False)
     except httpx.TransportError:
