@@ -8,12 +8,12 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import psutil
 import pytest
+from processes import is_running, wait_until
 
 from kimi_spec.core.errors import KimiSpecError
 from kimi_spec.core.paths import root
@@ -60,17 +60,6 @@ def fake(rig, tmp_path, *options):
 
 def quiet(line):
     pass
-
-
-def is_running(pid):
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
-def wait_until(condition, seconds=10):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.05)
 
 
 # commands

@@ -4,6 +4,7 @@ Three servers start once for the whole file, which takes about a minute on two i
 import httpx
 import pytest
 import torch
+from processes import started
 
 from kimi_spec.core.acceptance import Acceptance
 from kimi_spec.core.paths import root
@@ -12,21 +13,13 @@ from kimi_spec.drafters.states import load_target
 from kimi_spec.engines.bench import run_level
 from kimi_spec.engines.client import compare, read_prompts, smoke
 from kimi_spec.engines.metrics import scrape
-from kimi_spec.engines.server import Server, wait_ready
 
 BASE, OWN, OTHER = "nano-vllm-base", "nano-vllm", "nano-vllm-k2"
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("servers")
-    started = {name: Server(load_rig(name), folder / f"{name}.log") for name in (BASE, OWN, OTHER)}
-    try:
-        for server in started.values(): server.start()
-        wait_ready(started.values())
-        yield started
-    finally:
-        for server in started.values(): server.stop()
+    with started((BASE, OWN, OTHER), tmp_path_factory.mktemp("servers")) as running: yield running
 
 
 @pytest.fixture(scope="module")

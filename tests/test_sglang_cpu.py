@@ -6,27 +6,20 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 import torch
+from processes import started
 
 from kimi_spec.core.paths import root
 from kimi_spec.core.rig import load_rig
 from kimi_spec.drafters.drafter import Drafter, replay
 from kimi_spec.drafters.states import load_target
 from kimi_spec.engines.client import read_prompts
-from kimi_spec.engines.server import Server, wait_ready
 
 RIGS = {"0.5.10": "nano-sglang", "0.5.12": "nano-sglang-0.5.12"}
 
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("servers")
-    started = {release: Server(load_rig(name), folder / f"{name}.log") for release, name in RIGS.items()}
-    try:
-        for server in started.values(): server.start()
-        wait_ready(started.values())
-        yield started
-    finally:
-        for server in started.values(): server.stop()
+    with started(RIGS.values(), tmp_path_factory.mktemp("servers")) as running: yield {release: running[name] for release, name in RIGS.items()}
 
 
 @pytest.fixture(scope="module")

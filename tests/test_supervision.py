@@ -8,9 +8,12 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 
+import processes
 import psutil
 import pytest
+from processes import is_running
 
 from kimi_spec.core.errors import KimiSpecError
 from kimi_spec.core.paths import data_dir, root
@@ -31,15 +34,7 @@ def text(path):
     return path.read_bytes().decode()
 
 
-def is_running(pid):
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-
-
-def wait_until(condition, seconds=15):
-    until = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < until, "waited in vain"
-        time.sleep(0.05)
+wait_until = partial(processes.wait_until, seconds=15)
 
 
 # replays
