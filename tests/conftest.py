@@ -6,6 +6,7 @@ import time
 import nbformat
 import psutil
 import pytest
+from fake_index import home, serve  # noqa: F401 (fixtures)
 
 from kimi_spec.core.paths import root
 
