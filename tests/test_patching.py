@@ -1,102 +1,15 @@
 "What the patching notebooks can't hold: an index and wheels over real HTTP, files in other styles, and the real release when there is a network."
-import base64
 import hashlib
-import http.server
-import io
-import json
-import os
-import random
 import re
-import threading
-import zipfile
 
 import pytest
+from fake_index import DEMO, WHEEL, make_wheel
+from vllm_shapes import LOADER, MEMBERS, STYLES, TEXTS
 
 from kimi_spec.core.errors import KimiSpecError
 from kimi_spec.patching import sources as src
 from kimi_spec.patching.kimi_eagle3 import KIMI_TYPES, PATCHES, rehearse_image_token, rehearse_states, rehearse_whitelist
 from kimi_spec.patching.patches import APPLIED, NATIVE, NEEDED, UNKNOWN, compiles, diff, patched, status
-
-DEMO = b"x = 1  # \xc3\xa9\r\n"
-WHEEL = "demo-1.0-py3-none-any.whl"
-
-
-# An index with one wheel, on a free port
-
-def make_wheel(record_of=None):
-    "A wheel of 6 MB that can't be compressed, with two small sources; `record_of` falsifies what RECORD says."
-    files = {"demo/a.py": DEMO, "demo/sub/b.py": b"y = 2\n" * 500, "demo/weights.bin": random.Random(0).randbytes(6_000_000), "../evil.py": b"z = 3\n"}
-    def line(name, data): return f"{name},sha256={base64.urlsafe_b64encode(hashlib.sha256(data).digest()).decode().rstrip('=')},{len(data)}\n"
-    record = "".join(line(n, (record_of or {}).get(n, d)) for n, d in files.items()) + "demo-1.0.dist-info/RECORD,,\n"
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as z:
-        for name, data in {**files, "demo-1.0.dist-info/RECORD": record.encode()}.items(): z.writestr(name, data)
-    return buffer.getvalue()
-
-
-class Index(http.server.ThreadingHTTPServer):
-    def __init__(self, wheel, ranges=True, form="json", name=WHEEL):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.wheel, self.ranges, self.form, self.name, self.sent, self.requests = wheel, ranges, form, name, 0, []
-
-    @property
-    def url(self): return f"http://127.0.0.1:{self.server_port}/simple"
-
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def log_message(self, *_): pass
-
-    def do_HEAD(self): self.do_GET()
-
-    def do_GET(self):
-        index = self.server
-        index.requests.append(f"{self.command} {self.path} {self.headers.get('Range', '')}".strip())
-        if self.path == "/simple/demo/": return self.answer(200, self.page())
-        if self.path != f"/files/{index.name}": return self.answer(404, b"")
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
-        if not (asked and index.ranges): return self.answer(200, index.wheel)
-        start, end = int(asked[1]), min(int(asked[2]) + 1, len(index.wheel))
-        self.answer(206, index.wheel[start:end], {"Content-Range": f"bytes {start}-{end - 1}/{len(index.wheel)}"})
-
-    def page(self):
-        index, digest = self.server, hashlib.sha256(self.server.wheel).hexdigest()
-        if index.form == "html": return f'<a href="../../files/{index.name}#sha256={digest}">{index.name}</a>'.encode()
-        return json.dumps({"files": [{"filename": index.name, "url": f"../../files/{index.name}", "hashes": {"sha256": digest}, "size": len(index.wheel)}]}).encode()
-
-    def answer(self, code, body, headers={}):
-        self.send_response(code)
-        for key, value in {"Content-Length": len(body), **headers}.items(): self.send_header(key, str(value))
-        self.end_headers()
-        if self.command == "HEAD": return
-        try:
-            self.wfile.write(body)
-            self.server.sent += len(body)
-        except ConnectionError: pass
-
-
-@pytest.fixture
-def home(tmp_path, monkeypatch):
-    "A project folder of its own, so that no test sees or fills the real cache."
-    (tmp_path / "settings.ini").touch()
-    monkeypatch.setenv("KIMI_SPEC_HOME", str(tmp_path))
-    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
-    for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy", "PIP_NO_INDEX", "PIP_EXTRA_INDEX_URL"): monkeypatch.delenv(name, raising=False)
-    return tmp_path
-
-
-@pytest.fixture
-def serve(home, monkeypatch):
-    running = []
-    def start(*args, **kwargs):
-        index = Index(*args, **kwargs)
-        threading.Thread(target=index.serve_forever, daemon=True).start()
-        running.append(index)
-        monkeypatch.setenv("PIP_INDEX_URL", index.url)
-        return index
-    yield start
-    for index in running:
-        index.shutdown()
-        index.server_close()
 
 
 @pytest.mark.parametrize("form", ["json", "html"])
@@ -104,8 +17,9 @@ def test_a_member_costs_a_tenth_of_the_wheel(serve, home, form):
     index = serve(make_wheel(), form=form)
     a = src.source("demo", "1.0", "demo/a.py")
     assert (a.text.encode(), a.sha256, a.wheel) == (DEMO, hashlib.sha256(DEMO).hexdigest(), WHEEL)
-    assert index.sent < len(index.wheel) / 10 and len(index.requests) <= 6
-    assert {p.relative_to(home / "data/cache/demo/1.0").as_posix() for p in (home / "data/cache").rglob("*") if p.is_file()} == {".tail", ".wheel.json", "demo/a.py", "demo-1.0.dist-info/RECORD"}
+    assert index.sent < len(index.wheels[WHEEL]) / 10 and len(index.requests) <= 6
+    assert {p.relative_to(home / "data/cache/demo").as_posix() for p in (home / "data/cache").rglob("*") if p.is_file()} == {
+        ".wheels.json", "1.0/.tail", "1.0/.wheel.json", "1.0/demo/a.py", "1.0/demo-1.0.dist-info/RECORD"}
 
 
 def test_the_directory_and_the_files_are_read_once(serve):
@@ -177,93 +91,7 @@ def test_offline_is_one_message_without_the_password(home, monkeypatch):
     assert "unzip vllm-0.15.1-*.whl 'vllm/config/speculative.py' 'vllm-0.15.1.dist-info/RECORD' -d data/cache/vllm/0.15.1" in message
 
 
-# The shapes of 0.16.0 to 0.17.1, written small; those of 0.15 are in the notebook
-
-WHITELIST_017 = '''
-class SpeculativeConfig:
-    def check(self):
-        aux_hidden_states_supported = [
-            "llama",
-            "qwen",  # and its kin
-        ]
-        if self.method in ("eagle3", "extract") and not any(
-            s in self.target_model_config.hf_text_config.model_type for s in aux_hidden_states_supported
-        ):
-            raise ValueError(f"{self.method} is only supported for {aux_hidden_states_supported}")
-'''
-DEEPSEEK_017 = '''
-import typing
-
-from .interfaces import MixtureOfExperts, SupportsEagle, SupportsLoRA, SupportsPP
-
-
-class DeepseekV2Model(nn.Module):
-    def __init__(self, *, vllm_config, prefix=""):
-        super().__init__()
-        self.config = vllm_config.model_config.hf_config
-        self.embed_tokens = VocabParallelEmbedding(self.config.vocab_size, self.config.hidden_size)
-        self.start_layer, self.end_layer, self.layers = make_layers(self.config.num_hidden_layers, lambda p: DeepseekV2DecoderLayer(vllm_config, p), prefix)
-        self.norm = RMSNorm(self.config.hidden_size)
-
-    def embed_input_ids(self, input_ids):
-        return self.embed_tokens(input_ids)
-
-    def forward(self, input_ids: "torch.Tensor | None", positions, intermediate_tensors, inputs_embeds=None):
-        hidden_states, residual = self.embed_input_ids(input_ids), None
-        llama_4_scaling = None
-        # Überall gleich: the layers, one by one
-        for layer in islice(self.layers, self.start_layer, self.end_layer):
-            hidden_states, residual = layer(positions, hidden_states, residual, llama_4_scaling)
-
-        hidden_states, _ = self.norm(hidden_states, residual)
-        return hidden_states
-
-
-class DeepseekV2ForCausalLM(
-    nn.Module, SupportsPP, DeepseekV2MixtureOfExperts, SupportsLoRA, SupportsEagle
-):
-    def forward(self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None):
-        return self.model(input_ids, positions, intermediate_tensors, inputs_embeds)
-
-
-class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
-    pass
-'''
-KIMI_017 = '''
-from vllm.model_executor.models.interfaces import (
-    SupportsMultiModal,
-    SupportsPP,
-    SupportsQuant,
-)
-
-
-@MULTIMODAL_REGISTRY.register_processor(KimiK25MultiModalProcessor, info=KimiK25ProcessingInfo)
-class KimiK25ForConditionalGeneration(
-    nn.Module, SupportsMultiModal, SupportsPP, SupportsQuant
-):
-    def __init__(self, vllm_config, prefix=""):
-        super().__init__()
-        with self._mark_language_model(vllm_config):
-            self.language_model = init_vllm_registered_model(vllm_config=vllm_config)
-
-    def forward(self, input_ids, positions, intermediate_tensors=None, inputs_embeds=None, **kwargs):
-        hidden_states = self.language_model(
-            input_ids=input_ids, positions=positions, intermediate_tensors=intermediate_tensors, inputs_embeds=inputs_embeds
-        )
-
-        return hidden_states
-'''
-LOADER = '''
-def load_model(self, target_model):
-    if self.get_model_name(target_model) == "Qwen":
-        self.model.config.image_token_index = target_model.config.image_token_id
-    else:
-        self.model.config.image_token_index = target_model.config.image_token_index
-'''
-MEMBERS = {edit.members[-1]: patch for patch in PATCHES for edit in patch.edits}
-TEXTS = dict(zip(MEMBERS, (WHITELIST_017, LOADER, DEEPSEEK_017, KIMI_017)))
-STYLES = {"as written": lambda t: t, "windows": lambda t: t.replace("\n", "\r\n"), "tabs": lambda t: t.replace("    ", "\t"), "no newline at the end": lambda t: t.rstrip("\n")}
-
+# The shapes in vllm_shapes
 
 def vllm(member, text): return src.Source("vllm", "0.17.1", member, text, "")
 

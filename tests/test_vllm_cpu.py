@@ -93,7 +93,7 @@ def test_kernel_scan(seen):
 
 
 def test_all_applied_once_and_named(seen):
-    assert seen["applied"] == ["block size", "expand", "kernel scan", "rotary"]
+    assert seen["applied"] == ["cpu-block-size", "cpu-expand", "cpu-kernel-scan", "cpu-rotary"]
     assert "cpu" in seen["alias"]
 
 
@@ -105,5 +105,5 @@ def test_entry_point_is_declared():
 
 
 def test_importing_the_plugin_is_light():
-    code = "import sys, kimi_spec.patching.vllm_cpu; sys.exit(any(m in sys.modules for m in ('torch', 'vllm', 'pandas')))"
+    code = "import sys, kimi_spec.patching.vllm_cpu; sys.exit(any(m in sys.modules for m in ('torch', 'vllm', 'pandas', 'libcst', 'fsspec')))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
