@@ -212,8 +212,8 @@ class Definition:
 
 DEFINITIONS = {d.name: d for d in (
     Definition("accepted/drafted", "vLLM; SGLang 0.5.11 and later; meta_info.spec_accept_rate of SGLang", lambda r, k: 1 + r * k),
-    Definition("len/num_draft_tokens", "the log of SGLang 0.5.6 to 0.5.10", lambda r, k: r * (k + 1)),
-    Definition("len/(num_steps+1)", "the log of SGLang 0.5.3.post3 to 0.5.5", lambda r, k: r * (k + 1)),
+    Definition("len/num_draft_tokens", "the log of SGLang 0.5.5.post3 to 0.5.10", lambda r, k: r * (k + 1)),
+    Definition("len/(num_steps+1)", "the log of SGLang 0.5.3.post2 to 0.5.5.post2", lambda r, k: r * (k + 1)),
     Definition("accepted/steps", "some papers and dashboards", lambda r, k: 1 + r),
     Definition("alpha", "the chance of one token, positions independent (Leviathan et al., arXiv 2211.17192)", lambda r, k: sum(r**i for i in range(k + 1))))}
 
@@ -334,7 +334,7 @@ def from_vllm_log(
     return cls("vllm", release, k, steps, drafted, accepted, counts if exact else None, stated_positions=None if exact else tuple(shares))
 
 # %% ../../nbs/core/acceptance.ipynb #d05908fc
-SGLANG_RATES = (("0.5.3.post3", "len/(num_steps+1)"), ("0.5.6", "len/num_draft_tokens"), ("0.5.11", "accepted/drafted"))  # first release -> definition
+SGLANG_RATES = (("0.5.3.post2", "len/(num_steps+1)"), ("0.5.5.post3", "len/num_draft_tokens"), ("0.5.11", "accepted/drafted"))  # first release -> definition
 SGLANG_NEWEST = "0.5.23"  # the newest release whose source was read
 
 def _version(

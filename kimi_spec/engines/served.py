@@ -81,7 +81,7 @@ def ids_found(
     top, nested = config.get(KEY), (config.get("eagle_config") or {}).get(KEY)
     if engine == "sglang":
         return nested
-    return top or (nested if release > Version("0.21.0") else None)
+    return top or (nested if Version("0.21.0") < release < Version("0.29.0") else None)
 
 
 def with_ids(

@@ -52,7 +52,7 @@ def launch_command(
     return Command([*argv, *TELLING, *launch.extra_args], launch.env)
 
 # %% ../../nbs/engines/sglang.ipynb #ceda09d3
-CAPS = [("0.4.4.post4", 48), ("0.4.3.post4", 32)]  # first release -> requests at once while it speculates; none before
+CAPS = [("0.4.4.post4", 48), ("0.4.3.post3", 32)]  # first release -> requests at once while it speculates; none before
 
 
 def speculating_cap(
