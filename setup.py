@@ -34,7 +34,7 @@ setup(
         "console_scripts": cfg["console_scripts"].split(),
         "nbdev": ["kimi_spec=kimi_spec._modidx:d"],
         # vLLM imports these in every one of its processes before it builds a model
-        "vllm.general_plugins": ["kimi_spec_cpu=kimi_spec.patching.vllm_cpu:register"],
+        "vllm.general_plugins": ["kimi_spec_cpu=kimi_spec.patching.vllm_cpu:register", "kimi_spec_patches=kimi_spec.patching.at_import:register"],
     },
     zip_safe=False,
 )
