@@ -24,7 +24,7 @@ def test_import_is_light(module):
 def test_help_names_every_command():
     said = suite("--help")
     assert said.returncode == 0
-    for command in ("rigs", "report", "acceptance", "engines", "launch", "nano", "site"): assert f" {command} " in said.stdout
+    for command in ("rigs", "report", "acceptance", "engines", "launch", "patch", "source", "nano", "site"): assert f" {command} " in said.stdout
 
 
 def test_rigs_for_people_and_machines():
