@@ -1,7 +1,11 @@
 "Patches at import, beyond the notebook's toy: files in other styles, several patches for one file, copies on disk, and vLLM's own way of calling plugins."
+import base64
+import hashlib
 import importlib
+import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from importlib.metadata import entry_points
@@ -12,11 +16,14 @@ import libcst.matchers as m
 import pytest
 from vllm_shapes import TEXTS
 
+from kimi_spec.patching import files
 from kimi_spec.patching.at_import import AtImportError, PatchedModules, Swap, module_of, register, swaps
-from kimi_spec.patching.kimi_eagle3 import IMAGE_TOKEN, PATCHES, STATES, WHITELIST
+from kimi_spec.patching.catalogue import find
+from kimi_spec.patching.in_place import apply, open_tree, problems, statuses
+from kimi_spec.patching.kimi_eagle3 import DEEPSEEK, IMAGE_TOKEN, KIMI, PATCHES, STATES, WHITELIST
 from kimi_spec.patching.patches import AT_IMPORT, IN_PLACE, Edit, Patch, extend, the_one
 
-CONFIG = WHITELIST.edits[0].members[0]
+CONFIG, EAGLE = WHITELIST.edits[0].members[0], IMAGE_TOKEN.edits[0].members[-1]
 
 
 def write(site, texts):
@@ -99,8 +106,62 @@ def test_what_ends_a_start(toy, bad, message):
     with pytest.raises(AtImportError, match=message): bad(toy)
 
 
-def test_what_is_not_there_or_not_needed_is_nothing(toy):
-    assert swaps([adds("3", "letters"), adds("2")], toy, "1.5", {"toy_engine.numbers": None}) == []
+def test_what_is_not_needed_is_nothing(toy):
+    assert swaps([adds("2")], toy, "1.5", {"toy_engine.numbers": None}) == []
+    assert swaps([adds("2")], toy, "0.9") == []  # too old counts only where it is needed
+
+
+# What an edit in place refuses, too
+
+def site_of(tmp_path, members=TEXTS, release="0.17.1"):
+    "A tree that both ways can look at."
+    site = write(tmp_path / "site", {m: t for m, t in TEXTS.items() if m in members})
+    info = site / f"vllm-{release}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {release}\n")
+    hashes = {m: base64.urlsafe_b64encode(hashlib.sha256((site / m).read_bytes()).digest()).rstrip(b"=").decode() for m in members}
+    (info / "RECORD").write_text("".join(f"{m},sha256={h},1\n" for m, h in hashes.items()))
+    return site
+
+
+def both_refuse(site, patches, release):
+    "What the two ways say."
+    with pytest.raises(AtImportError) as at_import: swaps(patches, site, release)
+    tree = open_tree("vllm", path=str(site))
+    in_place = problems(tree, patches, statuses(tree, patches))
+    assert in_place
+    return str(at_import.value), "; ".join(in_place)
+
+
+@pytest.mark.parametrize("patches, members, says", [
+    ([IMAGE_TOKEN, STATES], [m for m in TEXTS if m not in (CONFIG, KIMI)], "is for 0.15.0 to 0.17.1; this is 0.14.1"),
+    ([IMAGE_TOKEN], [EAGLE], "kimi-image-token is for 0.15.0 to 0.17.1; this is 0.14.1"),
+    ([STATES], [DEEPSEEK], "this vLLM has no Kimi-K2.5 model"),
+    ([STATES], [KIMI], "vllm 0.14.1 has no such file")])
+def test_a_release_before_the_model_is_refused_both_ways(tmp_path, patches, members, says):
+    assert all(says in said for said in both_refuse(site_of(tmp_path, members, "0.14.1"), patches, "0.14.1"))
+
+
+def test_after_a_change_that_was_cut_short_both_ways_are_refused(tmp_path):
+    site = site_of(tmp_path)
+    assert len(swaps([IMAGE_TOKEN], site, "0.17.1")) == 1
+    state = site / ".kimi-spec/vllm"
+    state.mkdir(parents=True)
+    (state / "pending.json").write_text(json.dumps({"format": files.FORMAT, "members": {EAGLE: {}}, "time": "2026-11-29T12:00:00Z"}))
+    assert all("a change was cut short at 2026-11-29T12:00:00Z; the next apply or revert" in said for said in both_refuse(site, [IMAGE_TOKEN], "0.17.1"))
+    (state / "pending.json").write_text("{")
+    with pytest.raises(AtImportError, match="pending.json is damaged"): swaps([IMAGE_TOKEN], site, "0.17.1")
+
+
+def test_what_the_notebook_tells_people_to_do_works(tmp_path):
+    site = site_of(tmp_path)
+    source = "".join("".join(c["source"]) for c in json.loads((Path(__file__).parents[1] / "nbs/patching/at_import.ipynb").read_text())["cells"] if c["cell_type"] == "markdown")
+    (first, second) = re.findall(r"^    (kimi-spec patch apply .*|KIMI_SPEC_PATCHES=.* vllm serve .*)$", source, re.M)
+    tree = open_tree("vllm", path=str(site))
+    apply(tree, find(first.split()[-1]))
+    found = swaps([p for name in second.split()[0].split("=")[1].split(",") for p in find(name)], site, "0.17.1")
+    assert {name for s in found for name in s.patches} == {"kimi-image-token", "kimi-supports-eagle3"}
+    assert swaps(PATCHES, site, "0.17.1") == found
 
 
 def test_the_shapes_of_0_17(tmp_path):

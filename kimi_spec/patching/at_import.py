@@ -47,23 +47,43 @@ def swaps(
     release: str,  # of the engine
     imported: Mapping[str, ModuleType] = sys.modules,  # what the process has imported so far
 ) -> list[Swap]:  # empty when nothing is needed
-    "Find out what a process has to be handed. Raises `AtImportError` for a file of unknown shape, and for a needed patch that comes too late or can't be made this way."
-    from kimi_spec.patching.patches import AT_IMPORT, NEEDED, UNKNOWN, Patch, patched, status
+    "Find out what a process has to be handed. Raises `AtImportError` for a file that is absent, half changed or of unknown shape, and for a needed patch that is for newer releases, comes too late or can't be made this way."
+    from kimi_spec.patching.patches import AT_IMPORT, NEEDED, NO_FILE, UNKNOWN, Patch, patched, status
+    from kimi_spec.patching.repairs import no_file, too_old
     from kimi_spec.patching.sources import Source
 
     found: dict[str, Swap] = {}
-    for patch in (p for p in patches if isinstance(p, Patch)):
-        for member in filter(None, (edit.home([m for m in edit.members if (folder / m).is_file()]) for edit in patch.edits)):
+    patches = [p for p in patches if isinstance(p, Patch)]
+    for engine in dict.fromkeys(p.engine for p in patches): _refuse_half_changed(folder, engine)
+    for patch in patches:
+        homes = {edit.members[0]: edit.home([m for m in edit.members if (folder / m).is_file()]) for edit in patch.edits}
+        if absent := next((name for name, home in homes.items() if not home), ""):
+            raise AtImportError(f"{patch.name} in {absent}: {NO_FILE}: {no_file(absent, f'{patch.engine} {release}')}; unset KIMI_SPEC_PATCHES, or name the other patches only")
+        for member in homes.values():
             before = found[member].text if member in found else (folder / member).read_bytes().decode(errors="surrogateescape")
             source = Source(patch.engine, release, member, before, "")
             state, where = status(patch, source) if _is_utf8(before) else UNKNOWN, f"{patch.name} in {member} of {patch.engine} {release}"
             if state == UNKNOWN: raise AtImportError(f"{where}: the file looks different from every shape that the patch knows, so it is not patched; unset KIMI_SPEC_PATCHES, or name the other patches only")
             if state != NEEDED: continue
+            if why := too_old(patch, release): raise AtImportError(f"{where}: {why}; unset KIMI_SPEC_PATCHES, or name the other patches only")
             if AT_IMPORT not in patch.ways: raise AtImportError(f"{where} is needed and can't be made at import: {patch.why_not_at_import}. Edit it in place: kimi-spec patch apply {patch.name}")
             if (module := module_of(member)) in imported: raise AtImportError(f"{where} comes too late: {module} is imported already, before the plugins were called. Edit it in place: kimi-spec patch apply {patch.name}")
             names = found[member].patches if member in found else ()
             found[member] = Swap(module, member, patched(patch, source), (*names, patch.name))
     return list(found.values())
+
+
+def _refuse_half_changed(folder, engine):
+    "Raise `AtImportError` where a change in place was cut short, in the engine or in its CPU build."
+    from kimi_spec.patching.files import FilesError, look
+    from kimi_spec.patching.repairs import cut_short
+
+    for dist in (engine, f"{engine}-cpu"):
+        try:
+            why = cut_short(look(str(folder), dist, [])["pending"])
+        except FilesError as e:
+            why = str(e)
+        if why: raise AtImportError(f"{dist} in {folder}: {why}. Until then nothing is patched at import")
 
 
 def _is_utf8(text): return not any("\ud800" <= c <= "\udfff" for c in text)

@@ -4,9 +4,9 @@
 
 # %% auto #0
 __all__ = ['LISTS', 'UnknownShape', 'the_one', 'same', 'extend', 'class_named', 'method_named', 'has_base', 'statements',
-           'replaced', 'Edit', 'Proof', 'Patch', 'status', 'patched', 'compiles', 'diff', 'hunks', 'NEEDED', 'APPLIED',
-           'NATIVE', 'UNKNOWN', 'IN_PLACE', 'AT_IMPORT', 'Place', 'Repair', 'definition', 'fingerprint',
-           'repair_status']
+           'replaced', 'Edit', 'Proof', 'Patch', 'status', 'patched', 'syntax_error', 'compiles', 'diff', 'hunks',
+           'NEEDED', 'APPLIED', 'NATIVE', 'UNKNOWN', 'NO_FILE', 'IN_PLACE', 'AT_IMPORT', 'Place', 'Repair',
+           'definition', 'distribution', 'fingerprint', 'repair_status']
 
 # %% ../../nbs/patching/patches.ipynb #af0ebde2
 import ast
@@ -20,11 +20,11 @@ import libcst as cst
 import libcst.matchers as m
 
 from ..core.errors import KimiSpecError
-from .repairs import APPLIED, AT_IMPORT, IN_PLACE, NATIVE, NEEDED, UNKNOWN, Place, Repair, definition, fingerprint, repair_status
+from .repairs import APPLIED, AT_IMPORT, IN_PLACE, NATIVE, NEEDED, NO_FILE, UNKNOWN, Place, Repair, definition, distribution, fingerprint, repair_status
 from .sources import Source
 
 # %% ../../nbs/patching/patches.ipynb #c0fe17cd
-_all_ = ["NEEDED", "APPLIED", "NATIVE", "UNKNOWN", "IN_PLACE", "AT_IMPORT", "Place", "Repair", "definition", "fingerprint", "repair_status"]  # handed on
+_all_ = ["NEEDED", "APPLIED", "NATIVE", "UNKNOWN", "NO_FILE", "IN_PLACE", "AT_IMPORT", "Place", "Repair", "definition", "distribution", "fingerprint", "repair_status"]  # handed on
 
 # %% ../../nbs/patching/patches.ipynb #2eb1be52
 class UnknownShape(KimiSpecError):
@@ -164,6 +164,7 @@ class Patch:
     why_not_at_import: str = ""  # where `ways` lacks `AT_IMPORT`: the reason
     prove: Callable[[Mapping[str, str]], list[Proof]] | None = None  # patched texts by member -> what was tried on the CPU
     engine: str = "vllm"  # the package that it mends
+    matters_with: str = ""  # a file without which nobody meets the fault; empty where everybody does
 
     @property
     def mark(self) -> str:  # a comment
@@ -203,16 +204,24 @@ def patched(
     return _rewritten(patch, source)
 
 
-def compiles(
-    text: str,  # Python source
+def syntax_error(
+    text: str | bytes,  # Python source
     member: str,  # its name, for the compiler's messages
-) -> bool:  # False for a syntax error
-    "Does Python accept this text? What the trailing comma would have failed."
+) -> str:  # what Python says against it; empty when it accepts it
+    "Show a text to the compiler. A null byte and a wrong encoding count too."
     try:
         compile(text, member, "exec", dont_inherit=True)
-    except SyntaxError:
-        return False
-    return True
+    except (SyntaxError, ValueError) as e:
+        return str(e) or type(e).__name__
+    return ""
+
+
+def compiles(
+    text: str | bytes,  # Python source
+    member: str,  # its name, for the compiler's messages
+) -> bool:  # False for an error
+    "Does Python accept this text? What the trailing comma would have failed."
+    return not syntax_error(text, member)
 
 
 def diff(
