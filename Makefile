@@ -13,7 +13,7 @@ MAKEFLAGS += --no-print-directory
 
 help:
 	@echo "make findings   measure the nano rigs on real vLLM and real SGLang, all phases, and write the findings page"
-	@echo "make test       check that notebooks and package agree, run every notebook, run pytest"
+	@echo "make test       check that notebooks and package agree, run every notebook, run pytest on two cores"
 	@echo "make site       build the website into _site"
 	@echo "make env        only make .venv (the others do it themselves)"
 	@echo "make sglang     only get SGLang's CPU environments (make test does it itself)"
@@ -35,7 +35,7 @@ test: sglang
 	@$(BIN)/python tests/drift.py
 	@echo "Running every notebook ..."
 	@$(BIN)/nbdev_test --n_workers 2 --do_print
-	@$(BIN)/pytest
+	@$(BIN)/pytest -n 2 --dist loadfile
 
 site: env
 	@$(BIN)/kimi-spec site

@@ -121,6 +121,6 @@ def test_every_import_is_a_requirement_and_every_requirement_is_imported():
     wanted = {canonicalize_name(Requirement(text).name) for key in ("requirements", "dev_requirements", "vllm_cpu_requirements") for text in config["DEFAULT"][key].split()}
     shipped = {name: {canonicalize_name(dist) for dist in dists} for name, dists in packages_distributions().items()}
     used = {name: shipped[name] for name in set(imported()) - set(sys.stdlib_module_names) - {"kimi_spec", "pip"} if name in shipped}
-    for_programs_and_tests = {"nbformat", "jupyterlab", "ipykernel", "papermill", "nbclient", "pytest", "hypothesis", "smalldocs", "ghapi", "fastgit"}
+    for_programs_and_tests = {"nbformat", "jupyterlab", "ipykernel", "papermill", "nbclient", "pytest", "pytest-xdist", "hypothesis", "smalldocs", "ghapi", "fastgit"}
     assert not {name for name, dists in used.items() if not dists & wanted}
     assert not wanted - set().union(*used.values()) - for_programs_and_tests
