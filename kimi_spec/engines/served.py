@@ -166,7 +166,7 @@ def adapted(
     engine, wanted, why = rig.engine.name, rig.drafter.aux_layer_ids, []
     who = f"{TITLE[engine]} {release}"
     if engine == "sglang" and "speculators_model_type" in config:
-        raise CheckpointError(f"drafter {rig.drafter.path}: {who} can't read the config of the speculators library; write it anew with kimi_spec.drafters.training.to_sglang")
+        raise CheckpointError(f"drafter {rig.drafter.path}: {who} can't read the config of the speculators library; rewrite it with kimi-spec convert")
     if missing := left_out(engine, release, config):
         raise CheckpointError(f"drafter {rig.drafter.path}: {'; '.join(missing)}")
     if names:
