@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from kimi_spec.core.errors import KimiSpecError
 from kimi_spec.core.rig import load_rig
 from kimi_spec.drafters.drafter import Drafter
-from kimi_spec.drafters.drafter import replay as drafters_replay
+from kimi_spec.drafters.replay import replay as drafters_replay
 from kimi_spec.engines.analytic_pair import CLASSES, DRAFT_VOCAB, VOCAB, Form, Pair, Shape, accept_lengths, as_trained, draft_tokens, follows, place, readings, save_checkpoint, write_drafter, write_target
 from kimi_spec.engines import probe as room
 from kimi_spec.engines.probe import FAULTS, Verdict, agreement, dry_run, fault_named, given, is_fault_here, judge, judged, lines, named_right, pair_for, predicted, prepared, probe, rank, record

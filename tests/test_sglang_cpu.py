@@ -10,7 +10,8 @@ from processes import started
 
 from kimi_spec.core.paths import root
 from kimi_spec.core.rig import load_rig
-from kimi_spec.drafters.drafter import Drafter, replay
+from kimi_spec.drafters.drafter import Drafter
+from kimi_spec.drafters.replay import replay
 from kimi_spec.drafters.states import load_target
 from kimi_spec.engines.client import read_prompts
 
