@@ -3,6 +3,7 @@ import json
 import subprocess
 import sys
 import time
+from random import Random
 
 import pytest
 
@@ -42,8 +43,9 @@ def test_a_killed_training_goes_on(tmp_path):
     # the library goes on from its own checkpoint as well: a second epoch on top of the first
     model, _ = load_target(tmp_path / "k2" / "target")
     samples = json.loads((tmp_path / ".work" / "k2-answers-0.json").read_text())
+    Random(0).shuffle(samples)  # as they were for the first epoch: states of other samples would be refused
     work = tmp_path / ".work" / "k2-drafter"
-    train_drafter(model, tmp_path / "k2" / "target", samples, work, tmp_path / "two-epochs", epochs=2)
+    train_drafter(model, tmp_path / "k2" / "target", samples, work, tmp_path / "two-epochs", epochs=2, fill=True)
     assert "Resuming training on epoch 1" in (work / "training.log").read_text()
     assert (work / "checkpoints" / "1" / "model.safetensors").is_file() and read_drafter(tmp_path / "two-epochs")
     with pytest.raises(KimiSpecError, match="other settings"): train_all(tmp_path, quick=True, seed=1)

@@ -20,7 +20,8 @@ from transformers import DeepseekV3ForCausalLM, set_seed
 from ..core.errors import KimiSpecError
 from ..core.paths import cache_dir
 from .corpus import Dialogue, dialogues, held_out, is_right
-from .drafter import Drafter, replay
+from .drafter import Drafter
+from .replay import replay
 from .states import load_target, write_answers
 from .target import encode, nano_config, tokenizer_texts, train_target, train_tokenizer
 from .training import train_drafter
@@ -144,7 +145,7 @@ def make_drafter(
                                                                               progress=lambda it: progress(it, desc=f"{generation} answers at T={temperature:g}")))
     Random(seed).shuffle(samples)
     _into(out / generation / "drafter", lambda folder: train_drafter(model, out / generation / "target", samples, work / f"{generation}-drafter", folder, size["draft_vocab"], epochs=size["epochs"], seed=seed,
-                                                                     progress=lambda it: progress(it, desc=f"{generation} states")))
+                                                                     fill=True, progress=lambda it: progress(it, desc=f"{generation} states")))
 
 # %% ../../nbs/drafters/nano.ipynb #4f5c73a1
 def eval_questions(
