@@ -29,7 +29,7 @@ sglang: env
 
 findings: env
 	@$(BIN)/kimi-spec engines install sglang-cpu
-	@$(BIN)/kimi-spec report --rig nano-sglang
+	@$(BIN)/kimi-spec report --rig nano-sglang -p samples 0
 
 test: sglang
 	@$(BIN)/python tests/drift.py
