@@ -1,6 +1,7 @@
 "A quiet machine for every test, no process left behind, and a project of its own for each test that writes runs."
 import os
 import shutil
+import signal
 import time
 
 import nbformat
@@ -18,6 +19,9 @@ size: int = 3  # what to measure'''
 # Before anything imports torch: idle cores are few, and no test may fetch a model.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# A shell's background job ignores Ctrl-C, and so would every process that a test interrupts.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 KEPT = "resource_tracker", "forkserver"  # multiprocessing keeps these for the next test
 
 
