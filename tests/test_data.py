@@ -225,6 +225,20 @@ def test_a_full_disk_ends_it_with_whole_lines(tmp_path, monkeypatch):
     assert len(read_answers(out)[1]) == 4
 
 
+def test_a_field_of_the_wrong_type_is_named(tmp_path):
+    out = tmp_path / "a.jsonl"
+    good = dict(key="k", messages=[dict(role="user", content="?")], reasoning="", content="yes", prompt_ids=[1], answer_ids=[2], ids="engine", finish="stop", tokens=1, marks=[], rig="r", seconds=0.5)
+    def written(row, made={}): out.write_text("".join(json.dumps(x) + "\n" for x in (dict(made=made), row)))
+    written(good)
+    assert read_answers(out)[1][0].answer_ids == [2]
+    for change, said in [(dict(prompt_ids=None), "prompt_ids: .* found 'None'"), (dict(marks="empty"), "marks: .* found 'empty'"), (dict(answer_ids=[2, "3"]), "answer_ids.1: .* found '3'"), (dict(tokens=1.5), "tokens: "),
+                         (dict(more=1), "TypeError")]:
+        written(good | change)
+        with pytest.raises(KimiSpecError, match=rf"a.jsonl:2: not an answer as it was written \({said}"): read_answers(out)
+    written(good, "by hand")
+    with pytest.raises(KimiSpecError, match="a.jsonl:1: not an answer as it was written"): read_answers(out)
+
+
 def test_two_processes_do_not_write_the_same_file(tmp_path):
     with AnswerFile(tmp_path / "a.jsonl", {}), pytest.raises(KimiSpecError, match="another process is writing"): write_samples("nano-vllm", questions(2), tmp_path / "a.jsonl", url="http://127.0.0.1:9", **QUIET)
 

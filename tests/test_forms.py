@@ -188,7 +188,7 @@ def test_what_the_target_supplies_must_be_the_targets(tmp_path, target):
     with pytest.raises(FormError, match="it is not the target's"): convert(tmp_path / "d", tmp_path / "out", "sglang", target=other)
     convert(tmp_path / "d", tmp_path / "out", "sglang", target=target)
     with pytest.raises(FormError, match="has another one than the target that it was left to"): convert(tmp_path / "out", tmp_path / "back", "speculators", target=other)
-    with pytest.raises(FormError, match="give target="): convert(tmp_path / "out", tmp_path / "back", "speculators")
+    with pytest.raises(FormError, match="give the target"): convert(tmp_path / "out", tmp_path / "back", "speculators")
     with pytest.raises(FormError, match="a target of 300 tokens"): convert(tmp_path / "d", tmp_path / "no", "vllm", target=make_target(tmp_path / "larger", vocab_size=300))
     # without a target nothing is lost, and the doubt is said
     kept = convert(tmp_path / "d", tmp_path / "kept", "sglang")
@@ -358,3 +358,14 @@ def test_a_converted_drafter_is_served_as_well_as_the_right_one():
                 found.append(asked(server, 6, 48))
     finally: shutil.rmtree(folder, ignore_errors=True)
     assert found[0].per_position == found[1].per_position and found[0].steps == found[1].steps > 20 and found[0].accept_length > 3
+
+
+def test_a_place_that_can_not_be_written(tmp_path, target, monkeypatch):
+    make_drafter(tmp_path / "d", "vllm", target)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(FormError, match="file: can't be a folder"): convert(tmp_path / "d", tmp_path / "file" / "x", "sglang")
+    with pytest.raises(FormError, match="file: can't be a folder|Not a directory"): convert(tmp_path / "d", tmp_path / "file" / "x" / "y", "sglang")
+    def full(*_): raise OSError(28, "No space left on device")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(FormError, match="could not be written .No space left on device"): convert(tmp_path / "d", tmp_path / "out", "sglang")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["d", "file", "target"], "something was left behind"

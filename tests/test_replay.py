@@ -409,3 +409,13 @@ def test_refusals(drafter, model):
     with pytest.raises(AcceptanceError, match="no speculative step"): replay(drafter, model, [([7, 8, 9], 2)], 3)
     with pytest.raises(KimiSpecError, match="probabilistic"): replay_all(drafter, model, [([7, 8, 9], 1)], 3, 1.0, "probable")
     with pytest.raises(KimiSpecError, match=r"texts \[1\]"): replay_all(drafter, model, [([7, 8, 9], 1), ([7, 8], 0)], 3)
+
+
+def test_what_can_not_be_replayed_is_named(drafter, model):
+    text = ([7, 8, 9], 1)
+    for said, how in {"k is 0": dict(k=0), "temperature is -1": dict(temperature=-1.0)}.items():
+        with pytest.raises(KimiSpecError, match=said): replay_all(drafter, model, [text], **how)
+    for said, bad in {r"texts \[1\]: token ids from 7 to 896, the target's vocabulary is 0 to 895": ([7, 896, 9], 1), r"texts \[1\]: token ids from -1": ([7, -1, 9], 1),
+                      r"texts \[1\]: expected the prompt's length, found a list": ([7, 8, 9], [0, 1, 1])}.items():
+        with pytest.raises(KimiSpecError, match=said): replay_all(drafter, model, [text, bad], 3)
+    assert replay_all(drafter, model, [([7, 8, 9, 10], np.int64(1))], 1).steps[1].sum() > 0

@@ -196,6 +196,68 @@ def test_the_gate_names_what_is_wrong(target, samples, tmp_path):
     assert gate(tmp_path / "a", tmp_path / "k2", K25).name == "states of k2/target, says its manifest"
 
 
+def test_the_gate_takes_nothing_on_trust(target, samples, tmp_path):
+    few, k2 = samples[:6], load_target(K2)[0]
+    write_states(target, few, tmp_path / "a", neighbours(AUX, 8))
+    write_states(k2, few, tmp_path / "k2", neighbours(AUX, 8))
+    write_states(target, few, tmp_path / "right")
+    assert gate(tmp_path / "a", tmp_path / "right", K25).level == "pass"
+    def changed(name, change):
+        shutil.copytree(tmp_path / "right", tmp_path / name)
+        for i in range(len(few)):
+            there = load_file(states_file(tmp_path / name, i))
+            save_file(there | dict(hidden_states=change(i, there["hidden_states"].clone())), states_file(tmp_path / name, i))
+        return tmp_path / name
+    def hole(i, s):
+        if i == 3: s[5:7, 1] = torch.nan
+        return s
+    verdict = gate(tmp_path / "a", changed("hole", hole), K25)
+    assert (verdict.level, verdict.name) == ("fail", "2 tokens of slot 4 are not finite") and str(states_file(tmp_path / "hole", 3)) in str(verdict)
+    torch.manual_seed(0)
+    noise = lambda s: torch.nn.functional.normalize(torch.randn_like(s), dim=-1) * s.norm(dim=-1, keepdim=True)
+    verdict = gate(tmp_path / "a", changed("noise", lambda i, s: s + 0.9 * noise(s)), K25)
+    assert (verdict.level, verdict.name) == ("fail", UNKNOWN) and "in every slot" in str(verdict)
+    verdict = gate(tmp_path / "a", changed("one-slot", lambda i, s: torch.cat([s[:, :1], noise(s[:, 1:2]), s[:, 2:]], 1)), K25)
+    assert (verdict.level, verdict.name) == ("fail", UNKNOWN) and "in every slot" not in str(verdict)
+    verdict = gate(tmp_path / "k2", tmp_path / "k2", K25)
+    assert (verdict.level, verdict.name) == ("fail", "the reference's states are of another target than the one given")
+    with pytest.raises(KimiSpecError, match="nowhere/config.json: not readable"): gate(tmp_path / "a", tmp_path / "right", tmp_path / "nowhere")
+    short = changed("short", lambda i, s: s[:-1].contiguous() if i == 2 else s)
+    with pytest.raises(KimiSpecError, match=r"hs_2.safetensors: shape .* expected .* extract again"): gate(tmp_path / "a", short, K25)
+    states_file(tmp_path / "right", 2).write_bytes(b"\xff" * 64)
+    with pytest.raises(KimiSpecError, match="hs_2.safetensors: token_ids can't be read .* extract again"): gate(tmp_path / "a", tmp_path / "right", K25)
+
+
+@pytest.mark.parametrize("line, said", {
+    '{"input_ids": 5, "loss_mask": [1]}': "input_ids: expected a list of whole numbers, found 5", '{"input_ids": [5, 6], "loss_mask": null}': "loss_mask: expected a list of whole numbers, found null",
+    '{"input_ids": ["5", "6"], "loss_mask": [0, 1]}': "input_ids: expected", '{"input_ids": [5, 6], "loss_mask": "01"}': "loss_mask: expected", '{"input_ids": [5.0], "loss_mask": [1]}': "input_ids: expected",
+    "[1, 2]": "expected a JSON object", "\xff": "expected a JSON object"}.items())
+def test_a_line_of_wrong_types_is_named(line, said, tmp_path, capsys):
+    (tmp_path / "s.jsonl").write_bytes(b'{"input_ids": [5, 6], "loss_mask": [0, 1]}\n' + line.encode("latin-1") + b"\n")
+    assert states.main(["--target", str(K25), "--samples", str(tmp_path / "s.jsonl"), "--out", str(tmp_path / "out")]) == 1
+    assert f"s.jsonl:2: {said}" in capsys.readouterr().out
+
+
+def test_masks_and_lengths_out_of_range():
+    for said, sample in {"has 2 at token 1, expected 0 or 1": ([1, 2], [0, 2]), "a prompt of -1 tokens, expected 0 to 1": ([1, 2], -1)}.items():
+        with pytest.raises(KimiSpecError, match=said): states.check_samples([sample], 896)
+
+
+def test_a_file_where_the_folder_should_be(target, samples, tmp_path, capsys):
+    (tmp_path / "out").write_text("mine")
+    write_samples(tmp_path / "s.jsonl", samples[:2])
+    assert states.main(["--target", str(K25), "--samples", str(tmp_path / "s.jsonl"), "--out", str(tmp_path / "out")]) == 1
+    assert "can't be a folder of states" in capsys.readouterr().out
+    with pytest.raises(KimiSpecError, match="can't be a folder of states"): write_states(target, samples[:2], tmp_path / "out" / "deeper")
+    assert (tmp_path / "out").read_text() == "mine"
+
+
+def test_fewer_samples_than_are_there(target, samples, tmp_path):
+    write_states(target, samples[:4], tmp_path)
+    with pytest.raises(KimiSpecError, match=r"more than these 3 samples \(1 more, as hs_3.safetensors\)"): write_states(target, samples[:3], tmp_path)
+    assert write_states(target, samples[:5], tmp_path).kept == 4
+
+
 def test_a_real_engine_passes_the_gate(target, samples, tmp_path):
     from kimi_spec.drafters.engine_states import extract_vllm
     few, said = samples[:6], []

@@ -29,6 +29,7 @@ import pandas as pd
 from anyio.from_thread import start_blocking_portal
 from filelock import FileLock, Timeout
 from IPython.display import HTML
+from pydantic import TypeAdapter, ValidationError
 from tenacity import AsyncRetrying, retry_if_exception, stop_after_attempt, wait_exponential_jitter
 from tqdm import tqdm
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
@@ -223,15 +224,18 @@ def read_answers(
     path: str | Path,  # file of `AnswerFile`
 ) -> tuple[dict, list[Answered]]:  # how they were made, and the answers in the order of their writing
     "Raises `KimiSpecError` naming file and line of what is no answer, or of one that is there twice. A line that is being written is not read, with a warning."
-    path, answers = Path(path), {}
+    path, answers, typed = Path(path), {}, TypeAdapter(Answered)
     if not path.is_file(): raise KimiSpecError(f"{relative(path)}: no answers there")
     *lines, end = path.read_bytes().split(b"\n")
     if end: warnings.warn(f"{relative(path)}:{len(lines) + 1}: the last line is cut short and not read")
     for n, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            if n == 1: made = row["made"]
-            else: answered = Answered(**row)
+            if n == 1: made = row["made"] | {}  # fails for what is no object
+            else: answered = Answered(**row) and typed.validate_json(line, strict=True)
+        except ValidationError as e:
+            first = e.errors()[0]
+            raise KimiSpecError(f"{relative(path)}:{n}: not an answer as it was written ({'.'.join(map(str, first['loc']))}: {first['msg']}, found {str(first['input'])[:60]!r}); take the line out, and it will be asked again") from None
         except (ValueError, KeyError, TypeError) as e: raise KimiSpecError(f"{relative(path)}:{n}: not an answer as it was written ({type(e).__name__}: {e}); take the line out, and it will be asked again") from None
         if n > 1 and answers.setdefault(answered.key, answered) is not answered: raise KimiSpecError(f"{relative(path)}:{n}: the answer to a prompt that has one already (key {answered.key[:12]}); take the line out")
     if not lines: raise KimiSpecError(f"{relative(path)}: no first line that says how the answers were made")

@@ -379,7 +379,7 @@ def ids_for_sglang(
     "Raises `FormError` if there are none, or if it can't be known."
     if model_type not in (*DEEPSEEK, "llama"):
         raise FormError(f"aux layer ids: how SGLang {release} counts them depends on the target, found {model_type or 'no target'}, known {', '.join((*DEEPSEEK, 'llama'))}; "
-                        "give target=, or leave out release= for ids by entering stream")
+                        "give the target, or leave out the release for ids by entering stream")
     for written in (wanted, [i - 1 for i in wanted]):
         if min(written) >= 0 and sglang_reads(release, model_type, written) == wanted: return written
     raise FormError(f"aux layer ids: SGLang {release} can't be told to read {wanted} on a {model_type} target, whatever ids its checkpoint has")
@@ -693,7 +693,7 @@ def plan_tensors(
     return plan
 
 def _of(target, name, form):
-    if target is None: raise FormError(f"{name}: the {form} form has it and this drafter has not; it is the target's, so give target=, the target's folder")
+    if target is None: raise FormError(f"{name}: the {form} form has it and this drafter has not; it is the target's, so give the target, its folder")
     return target
 
 def _leave_out(plan, name, form):
@@ -703,7 +703,7 @@ def _leave_out(plan, name, form):
 def _leave_embedding(plan, target, form):
     "SGLang replaces a drafter's embedding by the target's."
     name = "embed_tokens.weight"
-    if target is None: plan.notes.append(f"{name} is kept, but SGLang will use the target's instead; with target= it is compared and left out")
+    if target is None: plan.notes.append(f"{name} is kept, but SGLang will use the target's instead; with the target given it is compared and left out")
     elif not same(plan.tensors[name], target.tensor(name)): raise FormError(f"{name}: it is not the target's, and SGLang would serve the drafter with the target's")
     else: _leave_out(plan, name, form)
 
@@ -712,7 +712,7 @@ def _restore(plan, form, reduced, target):
     for name, was in list(plan.left_out.items()):
         if form not in ("speculators", was["had_by"]) or form == "sglang": continue
         if target is None and form != "speculators":
-            plan.notes.append(f"{name} stays out: without target= it can't be taken back, and vLLM uses the target's")
+            plan.notes.append(f"{name} stays out: without the target it can't be taken back, and vLLM uses the target's")
             continue
         tensor = _of(target, name, "speculators").supplies(name, reduced).cast(was["dtype"])
         if tensor.sha256() != was["sha256"]: raise FormError(f"{name}: {relative(target.folder)} has another one than the target that it was left to")
@@ -799,7 +799,7 @@ def _into(out, write, overwrite):
     "Let `write` fill a folder beside `out`, then move it there."
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         if not (out / "config.json").is_file() or BLOCK not in read_json(out / "config.json"): raise FormError(f"{relative(out)}: exists and was not written by a conversion; give another folder")
-        if not overwrite: raise FormError(f"{relative(out)}: holds a converted drafter; give another folder, or overwrite")
+        if not overwrite: raise FormError(f"{relative(out)}: holds a converted drafter; give another folder, or allow overwriting")
     unfinished, old = out.with_name(out.name + ".unfinished"), out.with_name(out.name + ".old")
     for folder in (unfinished, old): shutil.rmtree(folder, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -855,14 +855,16 @@ def convert(
     config[BLOCK] = _remembered(c, d, form, plan, config)
     tensors = {native_name(n, form): t.cast(NAMED[dtype]) if dtype and t.dtype in FLOATS else t for n, t in plan.tensors.items()}
     nbytes = sum(t.nbytes for t in tensors.values())
-    out.parent.mkdir(parents=True, exist_ok=True)
+    try: out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as e: raise FormError(f"{relative(out.parent)}: can't be a folder ({e.strerror}); give another place to write") from None
     if nbytes > (free := shutil.disk_usage(out.parent).free): raise FormError(f"{relative(out.parent)}: {nbytes / 1e9:.1f} GB to write, {free / 1e9:.1f} GB free")
     def write(folder):
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         write_tensors(folder / "model.safetensors", tensors)
         for file in src.iterdir():
             if file.is_file() and COPIED.fullmatch(file.name): shutil.copyfile(file, folder / file.name)
-    _into(out, write, overwrite)
+    try: _into(out, write, overwrite)
+    except OSError as e: raise FormError(f"{relative(out)}: could not be written ({e.strerror or e}); give another place") from None
     return Converted(src, out, c.recognised, form, d, len(tensors), nbytes, tuple(plan.added), tuple(plan.left_out), tuple(notes))
 
 def _remembered(c, d, form, plan, config):

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from numbers import Integral
 
 import numpy as np
 import torch
@@ -189,9 +190,13 @@ def replay_all(
     habits: Habits = Habits(),  # of the engine to compare with; the default counts what a user gets
     seed: int = 0,  # of what is said behind the end at a temperature
 ) -> Replayed:
-    "What a server with this pair accepts, from one batched forward pass over the texts. Raises `KimiSpecError` for a text that has no prompt, or drafts of another kind."
+    "What a server with this pair accepts, from one batched forward pass over the texts. Raises `KimiSpecError` for a text that has no prompt or other tokens, and for a k, temperature or kind of drafts that can't be."
     if drafts not in ("greedy", "probabilistic"): raise KimiSpecError(unknown("drafts", drafts, ("greedy", "probabilistic")))
-    texts = list(texts)
+    if k < 1: raise KimiSpecError(f"k is {k}, expected at least 1 guess a step")
+    if temperature < 0: raise KimiSpecError(f"temperature is {temperature}, expected 0 (greedy) or more")
+    texts, vocab = list(texts), model.config.vocab_size
+    if masks := [i for i, (_, start) in enumerate(texts) if not isinstance(start, Integral)]: raise KimiSpecError(f"texts {masks[:5]}: expected the prompt's length, found a {type(texts[masks[0]][1]).__name__}; of a loss mask give mask.index(1)")
+    if beyond := [i for i, (ids, _) in enumerate(texts) if any(not 0 <= t < vocab for t in ids)]: raise KimiSpecError(f"texts {beyond[:5]}: token ids from {min(texts[beyond[0]][0])} to {max(texts[beyond[0]][0])}, the target's vocabulary is 0 to {vocab - 1}; were they written with another tokenizer?")
     if empty := [i for i, (ids, start) in enumerate(texts) if not 1 <= start <= len(ids)]: raise KimiSpecError(f"texts {empty[:5]}: a prompt has at least one token, and not more than the text")
     steps, positions = {n: np.zeros(len(texts)) for n in range(1, k + 1)}, {n: np.zeros((len(texts), n)) for n in range(1, k + 1)}
     for group in batches([len(ids) + k for ids, _ in texts]):

@@ -6,9 +6,9 @@
 __all__ = ['Sample', 'FULL', 'load_target', 'default_aux_layers', 'States', 'extract_states', 'write_answers', 'states_bytes',
            'loss_mask', 'check_samples', 'write_samples', 'read_samples', 'file_hash', 'weights_hash', 'quantisation',
            'tokenizer_hash', 'Origin', 'origin_of', 'check_tokenizer', 'memory_hash', 'origin_of_model', 'states_file',
-           'fault_of', 'put', 'Plan', 'plan', 'read_origin', 'write_rows', 'write_manifest', 'batches', 'extract_batch',
-           'rank', 'Told', 'from_first', 'Extracted', 'write_states', 'begin', 'alone', 'extract', 'main',
-           'compare_throughput']
+           'fault_of', 'put', 'Plan', 'plan', 'make_folder', 'read_origin', 'write_rows', 'write_manifest', 'batches',
+           'extract_batch', 'rank', 'Told', 'from_first', 'Extracted', 'write_states', 'begin', 'alone', 'extract',
+           'main', 'compare_throughput']
 
 # %% ../../nbs/drafters/states.ipynb #688d4664
 import argparse
@@ -135,8 +135,12 @@ def check_samples(
         ids = samples[bad[0]][0]
         raise KimiSpecError(f"sample {bad[0]}{_more(bad)}: token id {max(ids) if ids else 'missing'}, the target's vocabulary ends at {vocab - 1}; were they written with another tokenizer?")
     given = [(i, ids, mask) for i, (ids, mask) in enumerate(samples) if not isinstance(mask, int)]
-    if bad := [(i, ids, mask) for i, ids, mask in given if len(ids) != len(mask) or not {0, 1} >= set(mask)]:
+    if bad := [(i, ids, mask) for i, ids, mask in given if len(ids) != len(mask)]:
         raise KimiSpecError(f"sample {bad[0][0]}{_more(bad)}: its loss mask must have a 0 or 1 for each of {len(bad[0][1])} tokens, it has {len(bad[0][2])} entries")
+    if bad := [(i, at, m) for i, _, mask in given for at, m in enumerate(mask) if m not in (0, 1)]:
+        raise KimiSpecError(f"sample {bad[0][0]}: its loss mask has {bad[0][2]!r} at token {bad[0][1]}, expected 0 or 1")
+    if bad := [i for i, (_, mask) in enumerate(samples) if isinstance(mask, int) and mask < 0]:
+        raise KimiSpecError(f"sample {bad[0]}{_more(bad)}: a prompt of {samples[bad[0]][1]} tokens, expected 0 to {len(samples[bad[0]][0]) - 1}")
     if bad := [i for i, (ids, mask) in enumerate(samples) if (mask >= len(ids) if isinstance(mask, int) else not any(mask))]:
         raise KimiSpecError(f"sample {bad[0]}{_more(bad)}: nothing to learn, the loss mask is empty")
 
@@ -159,9 +163,11 @@ def read_samples(
     "Read samples. Raises `KimiSpecError` naming file and line of one that can't be read."
     if not Path(path).is_file(): raise KimiSpecError(f"{path}: missing, expected JSON lines with input_ids and loss_mask")
     samples = []
-    for n, line in enumerate(Path(path).read_text().splitlines(), 1):
+    for n, line in enumerate(Path(path).read_bytes().splitlines(), 1):
         try: row = json.loads(line); samples.append((row["input_ids"], row["loss_mask"]))
-        except (ValueError, KeyError, TypeError): raise KimiSpecError(f"{path}:{n}: expected a JSON object with input_ids and loss_mask, found {line[:60]!r}") from None
+        except (ValueError, KeyError, TypeError): raise KimiSpecError(f"{path}:{n}: expected a JSON object with input_ids and loss_mask, found {line[:60].decode(errors='replace')!r}") from None
+        for key, kinds in (("input_ids", {int}), ("loss_mask", {int, bool})):
+            if not isinstance(row[key], list) or not set(map(type, row[key])) <= kinds: raise KimiSpecError(f"{path}:{n}: {key}: expected a list of whole numbers, found {json.dumps(row[key])[:60]}")
     return samples
 
 # %% ../../nbs/drafters/states.ipynb #cb8ba93f
@@ -361,6 +367,8 @@ def plan(
     "Look at a folder of states. Raises `KimiSpecError` if it holds other states, or if the disk is too small."
     out, todo, broken = Path(out), [], {}
     check_samples(samples, origin.vocab)
+    if surplus := {f.name for f in out.glob("hidden_states/hs_*.safetensors")} - {states_file(out, i).name for i in range(len(samples))}:
+        raise KimiSpecError(f"{out}: holds the states of more than these {len(samples)} samples ({len(surplus)} more, as {min(surplus)}); a trainer would mix them, give another folder or all samples")
     if (out / "manifest.json").is_file():
         if differences := origin.differs(read_origin(out)): raise KimiSpecError(f"{out / 'manifest.json'}: these are other states: {'; '.join(differences)}; give another folder")
     elif any(out.glob("hidden_states/hs_*.safetensors")): raise KimiSpecError(f"{out}: holds states without a manifest.json, so nobody knows whose; give another folder")
@@ -377,10 +385,18 @@ def plan(
             if there != ids: raise KimiSpecError(f"{path}: holds the states of other tokens than sample {i}; the samples have changed, give another folder")
     tokens = sum(len(samples[i][0]) for i in todo)
     need = states_bytes(tokens, origin.hidden, len(origin.layers), getattr(torch, origin.dtype).itemsize)
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     free = shutil.disk_usage(out).free
     if need * 1.05 > free: raise KimiSpecError(f"{out}: the states of {tokens:,} tokens need {need * 1.05 / 1e9:.3g} GB, found {free / 1e9:.3g} GB free; take fewer samples, bfloat16, or another disk")
     return Plan(todo, len(samples) - len(todo), broken, tokens, need, free)
+
+
+def make_folder(
+    out: Path,  # of states
+):
+    "Make it if it isn't there. Raises `KimiSpecError` if that can't be, as where a file is."
+    try: out.mkdir(parents=True, exist_ok=True)
+    except OSError as e: raise KimiSpecError(f"{out}: can't be a folder of states ({e.strerror}); give another place") from None
 
 
 def read_origin(
@@ -535,13 +551,12 @@ class alone:
     def __init__(self,
         out: Path,  # folder of states; made if it isn't there
     ):
-        self.lock = None
-        if rank()[0] == 0:
-            out.mkdir(parents=True, exist_ok=True)
-            self.lock = FileLock(out / ".lock", timeout=0)
+        self.out, self.lock = out, None
 
     def __enter__(self):
         def take():
+            make_folder(self.out)
+            self.lock = FileLock(self.out / ".lock", timeout=0)
             try: self.lock.acquire()
             except Timeout: raise KimiSpecError(f"{self.lock.lock_file}: another extraction writes to this folder") from None
         from_first(take)
