@@ -384,9 +384,8 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
 ):
     "Why is nothing accepted? What the files say, what this release makes of them, which faults look like that, and what to try first."
-    import shlex
     from kimi_spec.drafters.doctor import doctor as examine, lines
-    found = examine(drafter, target, engine, shlex.split(flags), log=log, url=url, whole=whole, works=works, made_by=made_by)
+    found = examine(drafter, target, engine, flags, log=log, url=url, whole=whole, works=works, made_by=made_by)
     show_json(found.to_dict()) if as_json else print("\n".join(lines(found)))
 
 # %% ../nbs/cli.ipynb #ab3faa88

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from kimi_spec.core.acceptance import Acceptance, AcceptanceError
 from kimi_spec.core.errors import KimiSpecError
 from kimi_spec.core.paths import data_dir
-from kimi_spec.drafters.doctor import FATAL, FINE, LIKELY, OPEN, across_releases, captured, doctor, facts_of, lines, read_flags
+from kimi_spec.drafters.doctor import FATAL, FINE, LIKELY, NOTE, OPEN, across_releases, captured, doctor, facts_of, lines, read_flags
 from kimi_spec.drafters.fingerprints import CAUSES, OTHER_PAIR, SAME_PAIR, Seen, ranked, read_library
 from kimi_spec.drafters.forms import IDS, FORMS
 from kimi_spec.drafters.inventory import differences, papers, sample
@@ -104,10 +104,8 @@ FAULTS = {  # fault -> true cause, level, change of tensors, entries of the conf
     "d2t absolute": ("d2t", FATAL, but(d2t=lambda t: t + torch.arange(len(t))), {}, "0.5.13", ""),
     "d2t zero": ("d2t", FATAL, but(d2t=torch.zeros_like), {}, "0.5.13", ""),
     "d2t of nothing": ("d2t", FATAL, but(d2t=lambda t: t.flip(0)), {}, "0.5.13", ""),
-    "lm_head random": ("head", LIKELY, but(lm_head_weight=fresh), {}, "0.5.13", ""),
     "lm_head of the whole vocabulary": ("head", FATAL, but(lm_head_weight=lambda t: torch.cat([t, t])), {}, "0.5.13", ""),
     "lm_head zero": ("head", LIKELY, but(lm_head_weight=torch.zeros_like), {}, "0.5.13", ""),
-    "fc random": ("fc", LIKELY, but(fc_weight=fresh), {}, "0.5.13", ""),
     "an embedding of its own": ("embed", LIKELY, lambda t: t | {"embed_tokens.weight": fresh(torch.zeros(896, 128, dtype=torch.bfloat16))}, {}, "0.5.13", ""),
     "not a number": ("not-finite", FATAL, but(midlayer_mlp_up_proj_weight=with_one(math.nan)), {}, "0.5.13", ""),
     "too large for float16": ("not-finite", FATAL, but(fc_weight=with_one(1e5)), {}, "0.5.13", " --dtype float16"),
@@ -129,6 +127,12 @@ def test_files_name_the_fault(name, tmp_path):
     verdict = next(v for v in d.verdicts if cause in v.causes)
     assert (verdict.level, bool(verdict.says and verdict.evidence)) == (level, True)
     assert abs(sum(s.share for s in d.causes) - 1) < 1e-9
+
+
+@pytest.mark.parametrize("name, cause", [("lm_head.weight", "head"), ("fc.weight", "fc")])
+def test_even_rows_are_a_note_and_no_proof(name, cause, tmp_path):
+    d = doctor(broken(tmp_path, lambda t: t | {name: fresh(t[name])}), NANO / "target", "sglang==0.5.13", EAGLE3)
+    assert d.at(FATAL) + d.at(LIKELY) == [] and any(v.level == NOTE and cause in v.causes and "no proof" in v.says for v in d.verdicts)
 
 
 def test_the_eagle_flag():
@@ -153,7 +157,12 @@ def test_sharded_and_unreadable(tmp_path):
     assert doctor(tmp_path, NANO / "target", "sglang==0.5.13", EAGLE3).at(FATAL) == []
     (tmp_path / "model-1.safetensors").write_bytes((tmp_path / "model-1.safetensors").read_bytes()[:-100])
     cut = doctor(tmp_path, NANO / "target", "sglang==0.5.13", EAGLE3)
-    assert any("not a whole safetensors file" in v.says and v.level == FATAL for v in cut.verdicts)
+    broken_file = next(v for v in cut.at(FATAL) if "not a whole safetensors file" in v.says)
+    assert broken_file.evidence.endswith("model-1.safetensors") and broken_file.then.startswith("copy it again") and cut.first == broken_file.then
+    assert cut.causes == () and "form" not in [v.about for v in cut.verdicts] and "no causes are ranked" in lines(cut)[-1] and cut.to_dict()["causes"] == []
+    (tmp_path / "config.json").write_text("{")
+    both = doctor(tmp_path, NANO / "target", "sglang==0.5.13", EAGLE3)
+    assert [v.evidence.rsplit("/")[-1] for v in both.at(FATAL) if v.about == "files"] == ["config.json", "model-1.safetensors"]
     with pytest.raises(KimiSpecError, match="no such drafter"): doctor(tmp_path / "nothing")
 
 
@@ -267,3 +276,59 @@ def test_shares(kin):
     assert names["not-finite"] < 0.03
     twice = {s.cause.name: s.share for s in ranked(None, kin, {"fc": 20.0})}
     assert twice["fc"] == max(twice.values())
+
+
+def test_what_is_no_drafter_is_refused(tmp_path):
+    (tmp_path / "README.md").write_text("# a drafter")
+    for path in (tmp_path, tmp_path / "README.md", NANO / "drafter" / "model.safetensors"):
+        with pytest.raises(KimiSpecError, match="expected a drafter's folder|no drafter: found neither"): doctor(path)
+
+
+@pytest.mark.parametrize("config, release, way", [("norms", "0.5.9", "serve it with sglang 0.5.1"), ("mla", "0.5.9", "serve it with sglang 0.5.1"), ("eagle", "0.5.13", "convert it to sglang's form")])
+def test_a_fatal_verdict_says_what_comes_first(config, release, way, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIGS[config][0]))
+    assert doctor(tmp_path / "config.json", engine=f"sglang=={release}", flags=EAGLE3).first.startswith(way)
+
+
+def test_no_circle_where_folder_and_target_were_given():
+    for seen in (None, Acceptance.from_counts(1000, per_position=[0, 0, 0]), Acceptance.from_counts(1000, per_position=[400, 100, 10])):
+        d = doctor(NANO / "drafter", NANO / "target", "sglang==0.5.13", EAGLE3, seen=seen)
+        assert "give the doctor" not in d.first and "kimi-spec doctor DRAFTER)" not in "".join([d.first, *lines(d)])
+
+
+@pytest.mark.parametrize("seen", [Acceptance.from_counts(1000, per_position=[1000, 1000, 1000]), Acceptance("sglang", stated_length=4.0), Acceptance("sglang", stated_length=3.93)])
+def test_nothing_is_left_to_gain(seen):
+    d = doctor(NANO / "drafter", NANO / "target", "sglang==0.5.12", EAGLE3, seen=seen)
+    assert (d.causes[0].cause.name, d.causes[0].share > 0.5) == ("right", True)
+    assert "nothing is left to gain" in lines(d)[0] and d.first.startswith("nothing")
+
+
+@pytest.mark.parametrize("kin", [SAME_PAIR, OTHER_PAIR])
+def test_more_than_the_library_keeps_is_no_fault(kin):
+    for seen in (Seen(3, 1000, 4.0, 0.0005, (1000, 1000, 1000)), Seen(3, 1000, 3.95, 0.0005), Seen(3, 200, 4.0, 0.005)):
+        shares = {s.cause.name: s.share for s in ranked(seen, kin)}
+        assert max(shares, key=shares.get) == "right", sorted(shares.items(), key=lambda s: -s[1])[:3]
+
+
+def test_flags_that_can_not_be():
+    with pytest.raises(KimiSpecError, match="paired quotes"): read_flags("sglang", "--model-path 'm")
+    for spec, match in (('{"method": 3}', "method: found 3"), ('{"num_speculative_tokens": "many"}', "found 'many'"), ('{"num_speculative_tokens": -1}', "found -1"), ('{"num_speculative_tokens": true}', "found True")):
+        with pytest.raises(KimiSpecError, match=match): read_flags("vllm", ["--speculative-config", spec])
+    dotted = read_flags("vllm", "--speculative-config.method eagle3 --speculative-config.num_speculative_tokens=3 --some-flag x")
+    assert (dotted.algorithm, dotted.k) == ("eagle3", 3)
+    def warned(more): return any("--max-running-requests" in v.says for v in doctor(NANO / "drafter", engine="sglang==0.5.10", flags=EAGLE3 + more).verdicts)
+    assert (warned(""), warned(" --max-running-requests 64")) == (True, False)
+
+
+def test_a_log_of_another_drafter_or_release(tmp_path):
+    log = tmp_path / "server.log"
+    log.write_text("Initializing a V1 LLM engine (v0.32.0) with config: speculative_config=SpeculativeConfig(method='eagle3', model='m/other', num_spec_tokens=3), tokenizer='t'\n"
+                   + "INFO 11-29 13:46:26 [metrics.py:101] SpecDecoding metrics: Mean acceptance length: 2.00, Accepted throughput: 10.00 tokens/s, Drafted throughput: 30.00 tokens/s, Accepted: 100 tokens, Drafted: 300 tokens, Per-position acceptance rate: 0.600, 0.300, 0.100, Avg Draft acceptance rate: 33.3%\n")
+    notes = [v.says for v in doctor(NANO / "drafter", engine="vllm==0.30.0", log=log).verdicts if v.about == "log"]
+    assert any("0.32.0" in s and "0.30.0" in s for s in notes) and any("m/other" in s and "drafter" in s for s in notes)
+    assert doctor(NANO / "drafter", log=log).engine == "vllm==0.32.0"
+
+
+def test_words():
+    said = {v.says for v in doctor(NANO / "drafter", engine="sglang").verdicts} | {v.says for v in doctor(NANO / "drafter", engine="sglang==9.9").verdicts}
+    assert not [s for s in said if "  " in s] and any("9.9 was not read; 81 from 0.4.2 to" in s for s in said) and any("no release of sglang was named" in s for s in said)

@@ -7,7 +7,8 @@ __all__ = ['FATAL', 'LIKELY', 'NOTE', 'FINE', 'OPEN', 'FACTORS', 'KIMI', 'CLASSE
            'Verdict', 'Flags', 'read_flags', 'flags_in_log', 'Case', 'TargetPapers', 'target_papers', 'facts_of',
            'Captured', 'captured', 'Loading', 'loading', 'across_releases', 'check', 'form', 'release', 'flags',
            'meant', 'aux', 'against_target', 'cause_of', 'tensors', 'numbers', 'vocabulary', 'head_and_embedding',
-           'Diagnosis', 'observed', 'parse_engine', 'is_own_pair', 'doctor', 'factors_of', 'limits', 'lines']
+           'whole_draft', 'Diagnosis', 'observed', 'parse_engine', 'LogSays', 'said_in_log', 'of_another',
+           'is_own_pair', 'doctor', 'factors_of', 'limits', 'lines']
 
 # %% ../../nbs/drafters/doctor.ipynb #3ea76e89
 import functools
@@ -25,7 +26,7 @@ from packaging.version import InvalidVersion, Version
 from ..core.acceptance import Acceptance, read_log
 from ..core.errors import KimiSpecError, unknown
 from ..core.paths import relative
-from .fingerprints import CAUSES, LINE, OTHER_PAIR, SAME_PAIR, Seen, Share, ranked, seen_of
+from .fingerprints import CAUSES, LINE, Cause, OTHER_PAIR, SAME_PAIR, Seen, Share, ranked, seen_of
 from .forms import DEEPSEEK, FLAGS, FLOATS, IDS, NAMED, FormError, Target, read_ids, read_json, read_rope, refusals
 from .inventory import OF_THE_TARGET, Papers, Sample, differences, equal_rows, likeness, mapping, papers, sample
 from ..patching.behaviour import UNREAD, behaviour, kept_table, looked_up
@@ -60,6 +61,7 @@ class Flags:
     draft_quantization: str | None = None
     context: int | None = None  # tokens
     given: bool = False  # whether there was a command line at all
+    max_running: int | None = None  # requests at a time (SGLang)
 
     @property
     def k(self) -> int | None:  # guesses that are verified
@@ -71,7 +73,8 @@ def read_flags(
     flags: str | Sequence[str],  # a command line, whole or in words
 ) -> Flags:
     "Read what concerns the drafter. Raises `KimiSpecError` for a value that can't be one."
-    words = shlex.split(flags) if isinstance(flags, str) else list(flags)
+    try: words = shlex.split(flags) if isinstance(flags, str) else list(flags)
+    except ValueError as e: raise KimiSpecError(f"the flags: found {flags!r}, expected a command line with paired quotes ({e})") from None
     words = [part for w in words for part in (w.split("=", 1) if w.startswith("--") and "=" in w else [w])]
     after = {w.lstrip("-").replace("_", "-"): value for w, value in zip(words, [*words[1:], ""]) if w.startswith("--")}
 
@@ -84,7 +87,7 @@ def read_flags(
     known = dict(dtype=after.get("dtype"), quantization=after.get("quantization"), given=bool(words))
     if engine == "sglang":
         return Flags(after.get("speculative-algorithm"), number("speculative-num-steps"), number("speculative-eagle-topk"), number("speculative-num-draft-tokens"),
-            draft_quantization=after.get("speculative-draft-model-quantization"), context=number("context-length"), **known)
+            draft_quantization=after.get("speculative-draft-model-quantization"), context=number("context-length"), max_running=number("max-running-requests"), **known)
     text = after.get("speculative-config", "{}")
     try:
         spec = json.loads(text)
@@ -92,7 +95,14 @@ def read_flags(
         spec = None
     if not isinstance(spec, dict):
         raise KimiSpecError(f"--speculative-config: found {text!r}, expected a JSON object")
-    return Flags(spec.get("method"), spec.get("num_speculative_tokens"), draft_quantization=spec.get("quantization"), context=number("max-model-len"), **known)
+    spec |= {w[len(dotted):].replace("-", "_"): value for w, value in after.items() if w.startswith(dotted := "speculative-config.")}
+    method, k = spec.get("method"), spec.get("num_speculative_tokens")
+    if isinstance(k, str) and k.isdigit(): k = int(k)
+    if method is not None and not isinstance(method, str):
+        raise KimiSpecError(f'--speculative-config: method: found {method!r}, expected a name, as "eagle3"')
+    if k is not None and (type(k) is not int or k < 1):
+        raise KimiSpecError(f"--speculative-config: num_speculative_tokens: found {k!r}, expected a whole number from 1")
+    return Flags(method, k, draft_quantization=spec.get("quantization"), context=number("max-model-len"), **known)
 
 
 def flags_in_log(
@@ -107,7 +117,7 @@ def flags_in_log(
     if engine == "sglang":
         if "server_args=" not in text: return Flags()
         return Flags(said(r"speculative_algorithm='(\w+)'"), *(said(rf"speculative_{n}=(\d+)", int) for n in ("num_steps", "eagle_topk", "num_draft_tokens")),
-            said(r"[( ]dtype='(\w+)'"), said(r"[( ]quantization='(\w+)'"), said(r"speculative_draft_model_quantization='(\w+)'"), said(r"context_length=(\d+)", int), True)
+            said(r"[( ]dtype='(\w+)'"), said(r"[( ]quantization='(\w+)'"), said(r"speculative_draft_model_quantization='(\w+)'"), said(r"context_length=(\d+)", int), True, said(r"max_running_requests=(\d+)", int))
     spec = re.search(r"SpeculativeConfig\(method='(\w+)'.*?num_spec_tokens=(\d+)", text)
     return Flags(spec[1], int(spec[2]), context=said(r"max_seq_len=(\d+)", int), dtype=said(r"\bdtype=torch\.(\w+)"), given=True) if spec else Flags()
 
@@ -188,6 +198,7 @@ class Captured:
     "What a release makes of aux layer ids."
     layers: tuple[int, ...] | None  # whose entering stream is read; None where it is not known
     says: str  # how it comes to that
+    ignored: bool = False  # whether ids are given that it doesn't take
 
 
 def captured(
@@ -207,8 +218,8 @@ def captured(
     ignored = f"the ids {nested or top} stand where it doesn't look, " if (nested or top) and not found else ""
     if rule == "no ids taken": found, ignored = None, f"it takes no ids, {nested or top} or others, " if nested or top else ""
     if not found:
-        if not layers: return Captured(None, f"{ignored or 'no ids are given, '}so the default: 2, n//2 and n-3 of a target with n layers")
-        return Captured((2, layers // 2, layers - 3), f"{ignored or 'no ids are given, '}so the default for {layers} layers")
+        if not layers: return Captured(None, f"{ignored or 'no ids are given, '}so the default: 2, n//2 and n-3 of a target with n layers", bool(ignored))
+        return Captured((2, layers // 2, layers - 3), f"{ignored or 'no ids are given, '}so the default for {layers} layers", bool(ignored))
     up = rule == "+1" or (rule == "+1 if the first is 1" and found[0] == 1)
     return Captured(tuple(i + up for i in found), f"ids {found} are {'outputs: one is added' if up else 'taken as written'}")
 
@@ -234,7 +245,7 @@ def loading(
 ) -> Loading:
     "Whether that release loads that drafter as it is meant."
     d, arch = p.description, (p.config.get("architectures") or [None])[0]
-    if facts.get("layer_names", UNREAD) in (UNREAD, UNKNOWN): return Loading("unknown", (f"{engine} {release} was not read",))
+    if facts.get("layer_names", UNREAD) in (UNREAD, UNKNOWN): return Loading("unknown", (_not_read(engine, release),))
     if not p.recognised or not p.recognised.form: return Loading("unknown", ("its form is not known",))
     kind = CLASSES[engine].get(arch)
     mla = "mla_" if p.recognised.attention == "mla" else ""
@@ -258,6 +269,11 @@ def loading(
     for said in refusals(d, form, Version(release)) if d else ():
         if not said.startswith(FLAGS) and not said.startswith("latent"): wrong.append(said)
     return Loading("wrongly" if wrong else "yes", tuple(wrong), tuple(causes))
+
+
+def _not_read(engine, release):
+    known = kept_table().known(engine)
+    return (f"{engine} {release} was not read" if release else f"no release of {engine} was named") + f"; {len(known)} from {known[0]} to {known[-1]} were read"
 
 
 def _lost_names(prefixes, names):
@@ -296,12 +312,14 @@ def check(f):
 def form(c: Case):
     "What kind of checkpoint it is, and whether config and tensors agree."
     p = c.drafter
+    for what in ("config", "tensors"):
+        if what in p.unread: yield Verdict("files", FATAL, p.problems[what], p.unread[what], "copy it again, and compare its checksum with where it came from")
     for what in ("config", "tensors", "form", "fields"):
-        if what in p.problems:
+        if what in p.problems and what not in p.unread:
             yield Verdict("form", FATAL if what != "fields" else LIKELY, p.problems[what], p.where, "compare with a drafter that this engine serves",
                 ("nothing-loaded",) if what != "fields" else ("aux-off", "aux-order") if IDS in p.problems[what] else ())
     if not p.recognised or not p.recognised.form: return
-    yield Verdict("form", FINE, f"{p.recognised.form} form, {p.recognised.attention} attention, as {p.recognised.writer} writes it", f"{p.where}: {'; '.join(p.recognised.evidence)}")
+    if not p.problems.keys() & {"config", "tensors", "form"}: yield Verdict("form", FINE, f"{p.recognised.form} form, {p.recognised.attention} attention, as {p.recognised.writer} writes it", f"{p.where}: {'; '.join(p.recognised.evidence)}")
     if p.recognised.contradiction: yield Verdict("form", NOTE, p.recognised.contradiction, p.where, "convert it with forms.convert, which writes both alike")
     for note in p.notes: yield Verdict("config", NOTE, note, p.where)
 
@@ -311,6 +329,7 @@ def release(c: Case):
     "Whether the release loads the drafter as it is meant."
     if not c.engine: return
     found = loading(c.facts, c.engine, c.release, c.drafter, c.family)
+    if found.loads == "yes" and c.drafter.unread: return
     level = {"yes": FINE, "no": NOTE if c.ran else FATAL, "wrongly": FATAL, "unknown": OPEN}[found.loads]
     also = ("names",) if found.loads == "yes" and c.drafter.stored is not None else ()
     says = {
@@ -322,11 +341,18 @@ def release(c: Case):
     if found.loads == "no" and c.ran:
         says += f". But it ran: so it was patched or built from a later source, and what is said here of {c.who} may not hold for it"
     yield Verdict("release", level, says, f"source of {c.who}; {c.drafter.where}: architectures",
-        "ask the server for its version, and look at its source" if c.ran else "convert it to this engine's form, or take a release that reads it" if level == FATAL else "",
+        _way_out(c) if level == FATAL else "ask the server for its version, and look at its source" if c.ran else "",
         found.causes or also)
-    if c.drafter.stored is None and c.engine == "sglang" and "layers.0." not in (c.fact("layer_names") or []) and isinstance(c.fact("layer_names"), list):
+    if c.drafter.stored is None and not c.drafter.unread and c.engine == "sglang" and "layers.0." not in (c.fact("layer_names") or []) and isinstance(c.fact("layer_names"), list):
         yield Verdict("release", OPEN, f"no tensors to look at: if they are called layers.0.*, as speculators saves them, {c.who} drops the whole layer silently",
             f"source of {c.who}: load_weights", "list the names of the tensors", ("names",))
+
+
+def _way_out(c):
+    "A release that loads it as it is meant, or another form."
+    rows = across_releases(c.drafter, c.engine, c.family or "deepseek", c.target and c.target.layers)
+    fine = [f"{r['first']} to {r['last']}" for r in rows if r["loads"] == "yes"]
+    return f"serve it with {c.engine} {fine[-1]}, which loads it as it is meant" if fine else f"convert it to {c.engine}'s form: no release that was read loads it as it is"
 
 # %% ../../nbs/drafters/doctor.ipynb #c54e223a
 @check
@@ -354,7 +380,7 @@ def flags(c: Case):
     if c.drafter.description and f.quantization and not f.draft_quantization and not c.drafter.description.quantization:
         yield Verdict("flags", LIKELY, f"--quantization {f.quantization} is taken over for the drafter, which is not quantised", f"--quantization {f.quantization}",
             "add --speculative-draft-model-quantization unquant", ("drafter-quantised",))
-    if c.engine == "sglang" and str(c.fact("max_running")).isdigit():
+    if c.engine == "sglang" and str(c.fact("max_running")).isdigit() and c.flags.max_running is None:
         yield Verdict("flags", NOTE,
             f"without --max-running-requests {c.who} runs at most {c.fact('max_running')} requests with speculation: throughput at high concurrency isn't the drafter's fault",
             f"source of {c.who}: server_args.py")
@@ -387,8 +413,10 @@ def aux(c: Case):
     if not c.engine: return
     for family in [c.family] if c.family else ["deepseek", "llama"]:
         got, on = captured(c.facts, c.engine, c.drafter.config, family, n), "" if c.family else f" on a {'DeepSeek or Kimi' if family == 'deepseek' else 'Llama'} target"
-        says = f"{c.who} captures layers {list(got.layers)}{on}: {got.says}" if got.layers else f"which layers {c.who} captures{on}: {got.says}"
-        if got.layers is None or wanted is None or not c.family: yield Verdict("aux layers", OPEN if got.layers is None else NOTE, says, f"{where}; source of {c.who}")
+        says = f"{c.who} captures layers {list(got.layers)}{on}: {got.says}" if got.layers else f"which layers {c.who} captures{on}: {got.says if c.release else 'unknown: no release was named'}"
+        if got.layers is None and got.ignored:
+            yield Verdict("aux layers", NOTE, says, f"{where}; source of {c.who}", "put the ids where this release looks, and compare on the same prompts", ("aux-off", "aux-order"))
+        elif got.layers is None or wanted is None or not c.family: yield Verdict("aux layers", OPEN if got.layers is None else NOTE, says, f"{where}; source of {c.who}")
         elif list(got.layers) == wanted: yield Verdict("aux layers", FINE, says + ", and these are meant", f"{where}; source of {c.who}", causes=("aux-off",))
         else:
             shift = {a - b for a, b in zip(got.layers, wanted)}
@@ -504,11 +532,11 @@ def _untrained(looks, where):
     matrices = [n for n, s in looks.items() if s.evenness == s.evenness and n not in OF_THE_TARGET]
     fresh, trial = [n for n in matrices if looks[n].evenness < EVEN], "compare them with the training's own checkpoint, and with fresh ones"
     if len(fresh) > len(matrices) / 2:
-        yield Verdict("numbers", LIKELY, f"{len(fresh)} of {len(matrices)} matrices look like fresh random numbers: it was hardly trained, or the wrong checkpoint was saved", where, trial, ("training",))
+        yield Verdict("numbers", NOTE, f"{len(fresh)} of {len(matrices)} matrices look like fresh random numbers, as some trained ones do: was it trained, and the right checkpoint saved?", where, trial, ("training",))
     else:
         for n in fresh:
-            says = f"{n} looks like fresh random numbers: its rows are as equally long as chance makes them ({looks[n].evenness:.2f}; nano's trained ones have 1.5 and more)"
-            yield Verdict("numbers", LIKELY, says, f"{where}: {n}", trial, ("training",) if n.startswith("midlayer") else (cause_of(n),))
+            says = f"{n} looks like fresh random numbers: its rows are as equally long as chance makes them ({looks[n].evenness:.2f}; nano's trained drafter has 1.5 and more). That is no proof: some trained matrices do, too"
+            yield Verdict("numbers", NOTE, says, f"{where}: {n}", trial, ("training",) if n.startswith("midlayer") else (cause_of(n),))
 
 # %% ../../nbs/drafters/doctor.ipynb #a478d20f
 @check
@@ -519,7 +547,7 @@ def vocabulary(c: Case):
     try:
         m = mapping(p.tensors["d2t"].array(), d.vocab_size)
     except KeyError:
-        yield Verdict("d2t", FATAL, f"d2t is {p.tensors['d2t'].dtype}, expected whole numbers", relative(p.path), causes=("d2t",))
+        yield Verdict("d2t", FATAL, f"d2t is {p.tensors['d2t'].dtype}, expected whole numbers", relative(p.path), "save it again as int64, from the training's own checkpoint", ("d2t",))
         return
     where = f"{relative(p.path)}: d2t"
     if m.kind == "offsets": yield Verdict("d2t", FINE, m.says, where)
@@ -576,6 +604,16 @@ BY_FILES = ("names", "nothing-loaded", "fc", "head", "d2t", "embed", "norms", "n
 LEVELS = (FATAL, LIKELY, NOTE, OPEN, FINE)
 
 
+def whole_draft(
+    seen: Seen | None,
+) -> bool:  # whether nothing is left to gain at this draft length
+    "An accept length within 2% of the longest possible."
+    return seen is not None and seen.length >= 0.98 * (seen.k + 1)
+
+
+def _all_taken(seen): return f"{seen.length:.2f} of at most {seen.k + 1} tokens a step, nothing is left to gain at k = {seen.k}"
+
+
 @dataclass(frozen=True)
 class Diagnosis:
     "What the doctor found."
@@ -591,11 +629,21 @@ class Diagnosis:
     @property
     def first(self) -> str:  # a sentence
         "What to try first: what decides most for least."
-        unseen = [s for s in self.causes if s.cause.name in BY_FILES and s.share >= 0.01]
+        if whole_draft(self.seen): return f"nothing: {_all_taken(self.seen)}; a longer draft is all that can bring more"
+        if worst := next((v for v in self.at(FATAL) if v.then), None): return worst.then
+        if not self.causes: return "give the doctor files that can be read"
+        settled = {cause for v in self.at(FATAL) for cause in v.causes}
+        unseen = [s for s in self.causes if s.cause.name in BY_FILES and s.cause.name not in settled and s.share >= 0.01]
         if "there were no weights to look at" in self.limits and sum(s.share for s in unseen) > 0.3:
             return f"give the doctor the drafter's folder and the target's: in seconds, without a server, that decides {', '.join(s.cause.name for s in unseen)}, together {sum(s.share for s in unseen):.0%}"
-        worst = next((v for v in self.verdicts if v.level in (FATAL, LIKELY) and v.then and self.causes[0].cause.name in v.causes), None)
-        return worst.then if worst else self.causes[0].cause.trial
+        fine = {cause for v in self.at(FINE) for cause in v.causes}
+        top = next((s for s in self.causes if s.cause.name not in fine), self.causes[0]).cause
+        worst = next((v for v in self.at(LIKELY) if v.then and top.name in v.causes), None)
+        return worst.then if worst else self.trial(top)
+
+    def trial(self, cause: Cause) -> str:  # the experiment that decides
+        "Without the advice to show the doctor what it has seen."
+        return cause.trial if "there were no weights to look at" in self.limits else re.sub(r" \(kimi-spec doctor DRAFTER( --target DIR)?\)", "", cause.trial)
 
     def at(self, level: str) -> list[Verdict]:
         return [v for v in self.verdicts if v.level == level]
@@ -610,7 +658,7 @@ class Diagnosis:
             limits=list(self.limits),
             first=self.first,
             causes=[
-                dict(cause=s.cause.name, says=s.cause.says, share=s.share, prior=s.cause.weight, structural=s.cause.structural, alike=s.alike, then=s.cause.trial)
+                dict(cause=s.cause.name, says=s.cause.says, share=s.share, prior=s.cause.weight, structural=s.cause.structural, alike=s.alike, then=self.trial(s.cause))
                 for s in self.causes
             ],
         )
@@ -653,6 +701,37 @@ def parse_engine(
     return name, release
 
 
+@dataclass(frozen=True)
+class LogSays:
+    "Whose log it is; empty where it doesn't say."
+    release: str = ""
+    drafter: str = ""  # path, as the server was given it
+
+
+def said_in_log(
+    log: str | Path,  # of a server
+) -> LogSays:
+    "vLLM prints its release; SGLang doesn't, but for what stands in paths and packages."
+    text = Path(log).read_text(encoding="utf-8", errors="replace") if Path(log).is_file() else ""
+    release = re.search(r"(?:LLM engine \(v|\bsglang(?:==|-| version:? ))(\d+(?:\.\d+)+(?:\.?(?:post|rc|dev)\d+)?)", text)
+    drafter = re.search(r"(?:speculative_draft_model_path=|SpeculativeConfig\(method='\w+', model=)'([^']+)'", text)
+    return LogSays(release[1] if release else "", drafter[1] if drafter else "")
+
+
+def of_another(
+    said: LogSays,
+    c: Case,
+    where: str,  # the log
+) -> Iterator[Verdict]:
+    "Notes on a log that is of another release or drafter than was named."
+    if said.release and c.release and Version(said.release) != Version(c.release):
+        yield Verdict("log", NOTE, f"the log is of {c.engine} {said.release}, {c.engine} {c.release} was named", where, "name the release that wrote the log")
+    own = c.drafter.path.absolute()
+    own = (own if own.is_dir() else own.parent).name
+    if said.drafter and Path(said.drafter).name != own:
+        yield Verdict("log", NOTE, f"the log is of a drafter at {said.drafter}, this one's folder is {own}", where, "give the folder that was served")
+
+
 def is_own_pair(
     c: Case,
 ) -> bool:
@@ -674,6 +753,10 @@ def doctor(
     whole: bool = False,  # read all weights, not samples
 ) -> Diagnosis:
     "Examine a drafter. Raises `KimiSpecError` for what is not there, and for a log or server without speculation."
+    said = said_in_log(log) if log else LogSays()
+    if log and not engine:
+        name = read_log(log).acceptance.engine
+        engine = f"{name}=={said.release}" if said.release else name
     name, number = parse_engine(engine)
     if (flags or url) and not name: raise KimiSpecError("flags and a live server mean nothing without the engine; name it, as sglang==0.5.10")
     read = read_flags(name, flags) if name else Flags()
@@ -682,6 +765,7 @@ def doctor(
     facts = facts_of(name, number) if name and number else {}
     c = Case(papers(drafter), target_papers(target) if target else None, name, number, facts, read, whole, ran=bool(seen or log or url))
     verdicts = [v for f in CHECKS for v in f(c)]
+    if log: verdicts += of_another(said, c, relative(log))
     if works:
         ruled_out = ("eagle-flag", "aux-state", "states-differ", "quantisation", "sampling")
         verdicts.append(
@@ -700,7 +784,9 @@ def doctor(
         seen, steps, says = observed(name, number, log, url, read.k)
     shown = seen_of(seen, read.k, steps) if seen else None
     certain = [cause for v in verdicts if v.level == FATAL for cause in v.causes]
-    causes = ranked(shown, SAME_PAIR if is_own_pair(c) else OTHER_PAIR, factors_of(verdicts), established=certain)
+    factors = factors_of(verdicts)
+    if whole_draft(shown): factors, certain = {"right": FACTORS[FATAL]}, []  # what is accepted overrules what the files look like
+    causes = ranked(shown, SAME_PAIR if is_own_pair(c) else OTHER_PAIR, factors, established=certain) if shown or not c.drafter.unread else []
     return Diagnosis(relative(drafter), engine, tuple(sorted(verdicts, key=lambda v: LEVELS.index(v.level))), tuple(causes), shown, says, limits(c, shown))
 
 
@@ -721,12 +807,12 @@ def limits(
 ) -> tuple[str, ...]:  # sentences
     "What this diagnosis rests on, and doesn't."
     said = []
-    if seen is None: said.append("no acceptance was given: the causes are ranked by the files and by what is usual, not by a measurement")
+    if seen is None: said.append("no acceptance was given" + ("" if c.drafter.unread else ": the causes are ranked by the files and by what is usual, not by a measurement"))
     elif seen.kept is None:
         said.append(f"only an accept length over about {seen.steps:g} steps is known: faults that end in the same length can't be told apart; counts by position can")
     if seen and not is_own_pair(c):
-        said.append("the library of faults was measured on one target of 3 million parameters; for another pair its levels are a guide, and the shares are as blunt as two such pairs differed")
-    if c.drafter.stored is None: said.append("there were no weights to look at")
+        said.append("the library of faults was measured on one target of five million parameters; for another pair its levels are a guide, and the shares are as blunt as two such pairs differed")
+    if c.drafter.stored is None: said.append("the weights can't be read" if "tensors" in c.drafter.unread else "there were no weights to look at")
     if c.target is None: said.append("no target was given: sizes, words and rows were compared with nothing")
     return tuple(said)
 
@@ -737,16 +823,17 @@ def lines(
 ) -> list[str]:  # for a terminal
     "A diagnosis as text, the worst first."
     counted = {level: len(d.at(level)) for level in LEVELS}
-    said = [f"{d.drafter}{f' on {d.engine}' if d.engine else ''}: " + ", ".join(f"{n} {level}" for level, n in counted.items() if n)]
+    said = [f"{d.drafter}{f' on {d.engine}' if d.engine else ''}: " + (f"{_all_taken(d.seen)}; " if whole_draft(d.seen) else "") + ", ".join(f"{n} {level}" for level, n in counted.items() if n)]
     for v in d.verdicts:
         if v.level == FINE: continue
         said.append(f"{v.level:<8}{v.about}: {v.says}" + (f"  [{v.evidence}]" if v.evidence else ""))
         if v.then and v.level in (FATAL, LIKELY): said.append(f"{'':<8}decide: {v.then}")
     fine = [v.about for v in d.at(FINE)]
     if fine: said.append(f"{FINE:<8}{', '.join(dict.fromkeys(fine))}")
+    if not d.causes: return said + ["", f"first: {d.first}"] + [f"limit: {text}" for text in d.limits + ("no causes are ranked: what can't be read can't be weighed",)]
     said += ["", "causes" + (f", given an accept length of {d.seen.length:.2f} at k = {d.seen.k} ({d.seen_says})" if d.seen else ", from the files alone")]
     for i, s in enumerate(d.causes[:causes], 1):
-        said += [f"{i}. {s.share:4.0%} {s.cause.name}: {s.cause.says}" + (f" (nearest: {s.alike})" if s.alike else ""), f"        decide: {s.cause.trial}"]
+        said += [f"{i}. {s.share:4.0%} {s.cause.name}: {s.cause.says}" + (f" (nearest: {s.alike})" if s.alike else ""), f"        decide: {d.trial(s.cause)}"]
     quiet = next((i, s) for i, s in enumerate(d.causes, 1) if s.cause.name == "quantisation")
     if quiet[0] > causes: said.append(f"{quiet[0]}. {quiet[1].share:.1%} quantisation: {quiet[1].cause.says}")
     return said + ["", f"first: {d.first}"] + [f"limit: {text}" for text in d.limits]

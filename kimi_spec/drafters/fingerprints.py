@@ -401,11 +401,12 @@ def _beta(
     k: int,  # draft length
     spread: float,  # steps that the library's chance weighs
     level: float,  # share of the library's chance
+    above: np.ndarray | float = 0.0,  # chances seen that are higher than the library's
 ) -> tuple[np.ndarray, np.ndarray]:  # the two parameters at each position
     if f is None: return np.ones(k), np.ones(k)
     n = np.array(f.counts[min(k, max(f.counts))], float)
     before, kept = n[:-1], n[1:]
-    mean, weight = level * (kept + 0.5) / (before + 1), 1 / (1 / spread + 1 / (before + 1))
+    mean, weight = np.maximum(level * (kept + 0.5) / (before + 1), above), 1 / (1 / spread + 1 / (before + 1))
     return mean * weight, (1 - mean) * weight
 
 
@@ -415,8 +416,24 @@ def log_likelihood(
     kin: Kin,  # how near the pairs are
 ) -> float:  # up to a constant that is the same for every fault
     "How well a fault explains what was seen, averaged over the levels."
-    fits = [_at_level(seen, *_beta(f, min(seen.k, 7), kin.spread, level)) for level in kin.levels]
+    above = _above(seen, f) if f and f.cause == "right" else 0.0
+    fits = [_at_level(seen, *_beta(f, min(seen.k, 7), kin.spread, level, above)) for level in kin.levels]
     return float(np.logaddexp.reduce(fits)) - math.log(len(fits))
+
+
+def _above(seen, f):
+    "Chances that are better than a right drafter's: no evidence against it, so they are taken as its own."
+    k = min(seen.k, max(f.counts), 7)
+    n = np.array(f.counts[k], float)
+    usual = (n[1:] + 0.5) / (n[:-1] + 1)
+    if seen.kept is not None:
+        kept = np.array([seen.steps, *seen.kept[:k]], float)
+        found = (kept[1:] + 0.5) / (kept[:-1] + 1)
+        return np.where(found > usual, found, 0.0)
+    for short in np.linspace(1, 0, 51):  # of what the usual chances lack
+        chance = np.minimum(1 - (1 - usual) * short, 1 - 1e-4)
+        if 1 + chance.cumprod().sum() >= seen.length: break
+    return chance if short < 1 else 0.0
 
 
 def _at_level(seen, a, b):

@@ -32,6 +32,7 @@ class Papers:
     stored: dict[str, Tensor] | None  # name as stored -> where it lies; None if there are no weights to look at
     notes: tuple[str, ...] = ()  # what reading the config left to be said
     problems: dict[str, str] = field(default_factory=dict)  # "config", "form", "fields" or "tensors" -> why that can't be read
+    unread: dict[str, str] = field(default_factory=dict)  # "config" or "tensors" -> the file or folder that could not be read at all
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:  # canonical name -> where it lies; empty if there are none to look at
@@ -58,22 +59,28 @@ def papers(
     "Read what there is to read. Raises `KimiSpecError` if there is nothing."
     path, problems, config, seen, reading, stored = Path(path), {}, {}, None, None, None
     if not path.exists(): raise KimiSpecError(f"{relative(path)}: there is no such drafter; give its folder, or its config.json")
+    if path.is_file() and path.suffix != ".json": raise KimiSpecError(f"{relative(path)}: a file of another kind; expected a drafter's folder, or its config.json")
+    if path.is_dir() and not (path / "config.json").is_file() and not any(path.glob("*.safetensors*")):
+        raise KimiSpecError(f"{relative(path)}: no drafter: found neither config.json nor safetensors there")
+    unread = {}
     def attempt(what, read):
         try: return read()
         except KimiSpecError as e: problems[what] = str(e)
         except (TypeError, ValueError, AttributeError, LookupError) as e: problems[what] = f"config.json: an entry is of another kind than readers expect ({e})"
     config = attempt("config", lambda: read_json(path / "config.json" if path.is_dir() else path)) or {}
+    if "config" in problems: unread["config"] = relative(path / "config.json" if path.is_dir() else path)
     if odd := odd_entries(config):
         problems["config"] = f"config.json: {'; '.join(f'{k}: found {config[k]!r}' for k in odd)}: not what any reader expects there"
         config = {k: v for k, v in config.items() if k not in odd}
     if path.is_dir(): stored = attempt("tensors", lambda: inventory(path))
+    if "tensors" in problems: unread["tensors"] = problems["tensors"].split(": ")[0]
     if config:
         seen = attempt("form", lambda: recognise(path if stored is not None else path / "config.json" if path.is_dir() else path))
         if seen and not seen.form: problems["form"] = f"no known form of an EAGLE-3 drafter: {'; '.join(seen.evidence)}"
     if seen and seen.form:
         names = {canonical_name(n) for n in stored} if stored else None
         reading = attempt("fields", lambda: _read(config, seen, names))
-    return Papers(path, config, seen, reading and reading.description, stored, reading.notes if reading else (), problems)
+    return Papers(path, config, seen, reading and reading.description, stored, reading.notes if reading else (), problems, unread)
 
 
 def _read(config, seen, names):
