@@ -49,6 +49,16 @@ def nothing_left_running():
     assert not names, f"still running after the test: {names}"
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    "Tiny matrices on one thread, for a module that asks for it: more threads only wait for each other."
+    import torch
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture
 def project(tmp_path, monkeypatch):
     "A temporary project with the rigs of this one."

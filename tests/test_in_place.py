@@ -512,6 +512,14 @@ def steps_of(monkeypatch, work):
     return counting.done
 
 
+def from_there(tree, there, steps):
+    "The numbers of the steps, with the tree each time brought back to where the work begins."
+    for at in range(1, steps + 1):
+        revert(tree, PLAIN)
+        for step in there: step()
+        yield at
+
+
 def child(work):
     "Fork; returns the signal or status that it ended with. Nothing of the parent is run in the child but `work`."
     if (pid := os.fork()) == 0:
@@ -566,9 +574,7 @@ def test_kill_after_every_step(tree, root, monkeypatch, situation, linked):
     old = digest(root)
     steps = steps_of(monkeypatch, work)
     new, found = digest(root), Counter()
-    for at in range(1, steps + 1):
-        revert(tree, PLAIN)
-        for step in there: step()
+    for at in from_there(tree, there, steps):
         assert digest(root) == old
         assert cut(monkeypatch, at, kill, work) == -signal.SIGKILL
         found[judge(tree, root, old, new)] += 1
@@ -599,9 +605,7 @@ def test_a_full_disk_at_every_step_is_rolled_back_at_once(tree, root, monkeypatc
     old = digest(root)
     steps = steps_of(monkeypatch, work)
     new, found = digest(root), Counter()
-    for at in range(1, steps + 1):
-        revert(tree, PLAIN)
-        for step in there: step()
+    for at in from_there(tree, there, steps):
         ended = cut(monkeypatch, at, full, work)
         assert not see(tree, PLAIN).pending and digest(root) == (new if ended == 0 else old)  # what follows the change may fail in silence
         found[ended] += 1

@@ -20,13 +20,7 @@ from kimi_spec.patching.sources import read_source
 NANO = data_dir() / "nano" / "k2.5"
 PART = "model.layers.3.mlp.experts.5.down_proj"
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

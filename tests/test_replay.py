@@ -21,13 +21,7 @@ from kimi_spec.drafters.states import extract_states, load_target
 NANO = data_dir() / "nano" / "k2.5"
 SERVED = data_dir() / "drafters" / "replay-against-engines.jsonl"
 
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

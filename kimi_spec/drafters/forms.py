@@ -30,7 +30,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import safe_open
 
 from ..core.errors import KimiSpecError, unknown
-from ..core.paths import relative, safe_name
+from ..core.paths import relative, safe_name, whole_folder
 
 # %% ../../nbs/drafters/forms.ipynb #c50be099
 class FormError(KimiSpecError):
@@ -800,16 +800,7 @@ def _into(out, write, overwrite):
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         if not (out / "config.json").is_file() or BLOCK not in read_json(out / "config.json"): raise FormError(f"{relative(out)}: exists and was not written by a conversion; give another folder")
         if not overwrite: raise FormError(f"{relative(out)}: holds a converted drafter; give another folder, or allow overwriting")
-    unfinished, old = out.with_name(out.name + ".unfinished"), out.with_name(out.name + ".old")
-    for folder in (unfinished, old): shutil.rmtree(folder, ignore_errors=True)
-    unfinished.mkdir(parents=True)
-    try: write(unfinished)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-    if out.exists(): out.rename(old)
-    unfinished.rename(out)
-    shutil.rmtree(old, ignore_errors=True)
+    with whole_folder(out) as folder: write(folder)
 
 # %% ../../nbs/drafters/forms.ipynb #87f8e9e4
 @dataclass(frozen=True)

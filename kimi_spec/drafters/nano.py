@@ -18,7 +18,7 @@ import torch
 from transformers import DeepseekV3ForCausalLM, set_seed
 
 from ..core.errors import KimiSpecError
-from ..core.paths import cache_dir
+from ..core.paths import cache_dir, whole_folder, write_atomic
 from .corpus import Dialogue, dialogues, held_out, is_right
 from .drafter import Drafter
 from .replay import replay
@@ -81,20 +81,10 @@ SIZES = dict(
 LEARNING_RATE = {"k2": 2e-3, "k2.5": 1e-3}
 
 # %% ../../nbs/drafters/nano.ipynb #5964beb1
-def _into(path: Path, write: Callable[[Path], None]):
-    "Let `write` fill a new folder, and move it to `path` when it is done."
-    tmp = path.with_name(path.name + ".unfinished")
-    shutil.rmtree(tmp, ignore_errors=True)
-    tmp.mkdir(parents=True)
-    write(tmp)
-    tmp.rename(path)
-
 def _keep(path: Path, make: Callable[[], list]) -> list:
     "Read a JSON file, or make it."
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.with_suffix(".tmp").write_text(json.dumps(make()))
-        path.with_suffix(".tmp").rename(path)
+        write_atomic(path, json.dumps(make()).encode())
     return json.loads(path.read_text())
 
 def weights_hash(
@@ -121,10 +111,9 @@ def make_target(
         model, tok = load_target(out / "k2" / "target")
         model.requires_grad_(True)
     train_target(model, tok, generation, steps, LEARNING_RATE[generation], seed, work / f"{generation}.pt", progress=lambda it: progress(it, desc=f"{generation} target"))
-    def write(folder):
+    with whole_folder(out / generation / "target") as folder:
         model.to(torch.bfloat16).save_pretrained(folder)
         tok.save_pretrained(folder)
-    _into(out / generation / "target", write)
 
 # %% ../../nbs/drafters/nano.ipynb #b28efd7a
 def make_drafter(
@@ -144,8 +133,9 @@ def make_drafter(
         samples += _keep(work / f"{generation}-answers-{i}.json", lambda: ask(model, tok, questions[i:i + 250], temperature=temperature, max_tokens=size["max_tokens"], seed=seed,
                                                                               progress=lambda it: progress(it, desc=f"{generation} answers at T={temperature:g}")))
     Random(seed).shuffle(samples)
-    _into(out / generation / "drafter", lambda folder: train_drafter(model, out / generation / "target", samples, work / f"{generation}-drafter", folder, size["draft_vocab"], epochs=size["epochs"], seed=seed,
-                                                                     fill=True, progress=lambda it: progress(it, desc=f"{generation} states")))
+    with whole_folder(out / generation / "drafter") as folder:
+        train_drafter(model, out / generation / "target", samples, work / f"{generation}-drafter", folder, size["draft_vocab"], epochs=size["epochs"], seed=seed,
+                      fill=True, progress=lambda it: progress(it, desc=f"{generation} states"))
 
 # %% ../../nbs/drafters/nano.ipynb #4f5c73a1
 def eval_questions(

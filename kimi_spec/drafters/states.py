@@ -32,6 +32,7 @@ from safetensors.torch import save_file
 from transformers import DeepseekV3ForCausalLM, PreTrainedTokenizerFast
 
 from ..core.errors import KimiSpecError
+from ..core.paths import write_atomic
 
 # %% ../../nbs/drafters/states.ipynb #a4c1bf0d
 def load_target(
@@ -432,9 +433,7 @@ def write_manifest(
     counts: dict[str, int] | None = None,  # what is there, once all is there
 ):
     "Say whose states a folder holds."
-    tmp = Path(out) / "manifest.tmp"
-    tmp.write_text(json.dumps(dict(origin=asdict(origin), complete=counts is not None, **(counts or {})), indent=2) + "\n")
-    tmp.rename(Path(out) / "manifest.json")
+    write_atomic(Path(out) / "manifest.json", (json.dumps(dict(origin=asdict(origin), complete=counts is not None, **(counts or {})), indent=2) + "\n").encode())
 
 # %% ../../nbs/drafters/states.ipynb #88bdfaba
 def batches(

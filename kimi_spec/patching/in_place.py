@@ -25,7 +25,7 @@ from packaging.version import InvalidVersion, Version
 from ..core.errors import KimiSpecError, unknown
 from . import files
 from .catalogue import CATALOGUE
-from .patches import APPLIED, AT_IMPORT, IN_PLACE, NATIVE, NEEDED, UNKNOWN, Patch, Proof, Repair, UnknownShape, patched, repair_status, status
+from .patches import APPLIED, AT_IMPORT, IN_PLACE, NATIVE, NEEDED, UNKNOWN, Patch, Proof, Repair, UnknownShape, patched, repair_status, status, syntax_error
 from .repairs import NO_FILE, cut_short, distribution, no_file, too_old
 from .sources import Source, SourceUnavailable, fetch, record_hashes, release_dir
 
@@ -282,10 +282,7 @@ def fold(
     for patch in patches:
         source = as_source(tree, member, data)
         data = data[:len(data) - len(data.removeprefix(codecs.BOM_UTF8))] + patched(patch, source).encode()
-    try:
-        compile(data, member, "exec", dont_inherit=True)
-    except (SyntaxError, ValueError) as e:
-        raise Refused(f"{member} with {', '.join(p.name for p in patches)} is not accepted by Python: {e}. Nothing was written") from e
+    if said := syntax_error(data, member): raise Refused(f"{member} with {', '.join(p.name for p in patches)} is not accepted by Python: {said}. Nothing was written")
     missing = [p.name for p in patches if status(p, as_source(tree, member, data)) not in (APPLIED, NATIVE)]
     if missing: raise Refused(f"{member} with {', '.join(p.name for p in patches)}: {', '.join(missing)} is lost in the outcome. Nothing was written")
     return data
@@ -656,8 +653,10 @@ def verify(
     found = [Proof(r.patch, r.member, "status" if r.way == IN_PLACE else "status (at import)", r.status, r.status in fine[r.way]) for r in rows]
     applied = [p for p in patches if way_of(p) == IN_PLACE and worst(r.status for r in rows if r.patch == p.name) == APPLIED]
     for row in rows:
-        if row.status == APPLIED: found.append(Proof(row.patch, row.member, "bytes as we left them", files.sha256(seen.data[row.member])[:12], seen.ours(row.member)))
-        if row.status == APPLIED: found.append(Proof(row.patch, row.member, "compiles", *_compiled_by_python(seen.data[row.member], row.member)))
+        if row.status != APPLIED: continue
+        data = seen.data[row.member]
+        said = syntax_error(data, row.member)
+        found += [Proof(row.patch, row.member, "bytes as we left them", files.sha256(data)[:12], seen.ours(row.member)), Proof(row.patch, row.member, "compiles", said or "yes", not said)]
     needed = [p for p in patches if any(r.patch == p.name and r.way == AT_IMPORT and r.status == NEEDED for r in rows)]
     there = needed and PLUGIN in tree.call("plugins", root=tree.root, group=PLUGINS)
     found += [Proof(p.name, members_of(p)[0], "the plugin is registered there", "yes" if there else "no: install kimi_spec into that environment", there) for p in needed]
@@ -665,11 +664,3 @@ def verify(
     if left_out: proofs = [Proof(p.name, members_of(p)[0], "rehearsal", f"left out: {left_out}", isinstance(left_out, SourceUnavailable)) for p in applied if p.prove]
     return found + proofs
 
-
-def _compiled_by_python(data, member):
-    "What Python says of a source, and whether it accepts it."
-    try:
-        compile(data, member, "exec", dont_inherit=True)
-    except (SyntaxError, ValueError) as e:
-        return str(e), False
-    return "yes", True

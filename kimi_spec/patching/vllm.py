@@ -20,7 +20,7 @@ from ..core.rig import Rig
 from .in_place import Outcome, by_patch
 from .kimi_eagle3 import IMAGE_TOKEN, INTERFACES, PATCHES, STATES, WHITELIST, rehearse_embedding, rehearse_image_token, rehearse_whitelist
 from .patches import NEEDED, Patch, compiles, diff, hunks, patched, status, the_one
-from .sources import Source, fetch, members, release_dir, source
+from .sources import Source, members, read_many, release_dir
 
 # %% ../../nbs/3_patching_vllm.ipynb #270f4da1
 def plan(
@@ -42,11 +42,8 @@ def read_release(
     also: Iterable[str] = (),  # further files to read
 ) -> dict[str, Source]:  # member -> source; files that the release lacks are left out
     "The files of a vLLM release that the patches touch. Raises `SourceUnavailable`."
-    names = members("vllm", release)
-    homes = [edit.home(names) for patch in PATCHES for edit in patch.edits]
-    wanted = [member for member in (*homes, *also) if member]
-    if not all((release_dir("vllm", release) / member).is_file() for member in wanted): fetch("vllm", release, wanted)
-    return {member: source("vllm", release, member) for member in wanted}
+    def wanted(names): return [member for member in (*(edit.home(names) for patch in PATCHES for edit in patch.edits), *also) if member]
+    return read_many("vllm", [release], wanted)[release]
 
 # %% ../../nbs/3_patching_vllm.ipynb #8b46530b
 def record_status(
