@@ -429,7 +429,7 @@ def size_of(
 ) -> int:  # bytes of an element; 0 when it isn't known
     "How wide a type is."
     plain = dtype.lower().removeprefix("c10::")
-    return 1 if plain.startswith("float8") else BYTES.get(plain, 0)
+    return 1 if plain.startswith(("float8", "float4")) else BYTES.get(plain, 0)
 
 def is_wanted(
     kind: str,  # one of `KINDS`
