@@ -7,7 +7,8 @@ __all__ = ['app', 'engines', 'patch', 'nano', 'Name', 'OfEngine', 'InFolder', 'O
            'show_table', 'show_json', 'rigs', 'show_rig', 'report', 'show_plans', 'acceptance', 'engines_list',
            'engines_install', 'launch', 'watch', 'not_empty', 'tree_at', 'patch_list', 'patch_status', 'patch_diff',
            'patch_apply', 'show_outcome', 'show_proofs', 'patch_verify', 'patch_revert', 'patch_matrix', 'show_matrix',
-           'source', 'smoke', 'probe', 'on_its_side', 'bench', 'convert', 'doctor', 'nano_train', 'site', 'main']
+           'source', 'smoke', 'probe', 'on_its_side', 'bench', 'profile', 'compared', 'show_profile', 'show_figures',
+           'cell', 'capture', 'convert', 'doctor', 'nano_train', 'site', 'main']
 
 # %% ../nbs/cli.ipynb #c16a4c9d
 import json
@@ -353,6 +354,135 @@ def bench(
     from kimi_spec.engines.bench_results import import_results
     if read: import_results(rig, read)
     else: show_table(on_its_side(bench(rig, url, concurrency or (), requests, max_tokens, repeats)))
+
+# %% ../nbs/cli.ipynb #be826d5c
+@app.command()
+def profile(
+    files: Annotated[list[Path], typer.Argument(help="Traces of one run, a file a rank, or the folder they lie in: torch.profiler's JSON, packed or not, or Nsight Systems' sqlite export.")],
+    layers: Annotated[int | None, typer.Option(help="Of the target, if you know: what is found is held against it.")] = None,
+    hidden: Annotated[int, typer.Option(help="Width of the target, for all-reduces that don't tell their bytes; 7168 for Kimi-K2.5.")] = 0,
+    step: Annotated[int | None, typer.Option(help="Show this step too, and its longest kernels.")] = None,
+    compare: Annotated[list[Path] | None, typer.Option(metavar="AFTER", help="Traces of another run, which becomes `after`: its folder, or this option once for each file.")] = None,
+    perfetto: Annotated[Path | None, typer.Option(metavar="OUT", help="Cut --step (else a usual one) out into this file, *.json or *.json.gz, and write a page beside it that opens it in Perfetto.")] = None,
+    cache: Annotated[bool, typer.Option(help="Keep what was read, so that the same file is not read twice.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+):
+    "Where a decode step's time goes, from traces of a server."
+    from kimi_spec.profiling.reading import read_traces
+    from kimi_spec.profiling.summary import as_json as for_machines, headline, profile_traces, tables
+    if compare and len(places := {file.parent for file in files}) > 1:
+        raise KimiSpecError(f"the first run's files lie in {len(places)} folders ({', '.join(map(str, sorted(places)))}); after --compare a shell's * gives all but one file to the first run: name the folder, or repeat --compare for each file")
+    if perfetto:
+        from kimi_spec.profiling.perfetto import check_output
+        check_output(perfetto, [*files, *(compare or [])])
+    found = profile_traces(read_traces(files, cache=cache, progress=not as_json), layers, hidden)
+    shown, said, notes = tables(found, step), for_machines(found, step) if as_json else {}, found.notes
+    if compare:
+        after = profile_traces(read_traces(compare, cache=cache, progress=not as_json), layers, hidden)
+        more, told = compared(found, after)
+        shown, said, notes = shown | more, said | told, [*notes, *told["compared"]["warnings"]]
+    if not as_json:
+        print(*headline(found), sep="\n")
+        if compare: print("after:", *headline(after), sep="\n")
+        print()
+        show_profile(shown)
+        for note in notes: print(f"note: {note}")
+    if perfetto:
+        from kimi_spec.core.paths import relative
+        from kimi_spec.profiling.perfetto import PageTooLarge, cut_step, open_link
+        piece = cut_step(found.traces, found.steps, found.usual_step() if step is None else step, perfetto)
+        try: page, how = relative(open_link(piece)), "in a browser"
+        except PageTooLarge as e: page, how = None, f"{piece.path.name} in Perfetto by hand: {e}"
+        said |= dict(perfetto=dict(trace=relative(piece.path), page=page))
+        if not as_json: print(f"cut out: {relative(piece.path)}; open {page or ''} {how}")
+    if as_json: show_json(said)
+
+def compared(
+    before: "Profile", after: "Profile",  # of one run each
+) -> "tuple[dict[str, DataFrame], dict]":  # tables for people; the same for machines
+    "Two runs side by side."
+    from kimi_spec.profiling.compare import compare, read_side
+    from kimi_spec.profiling.summary import plain
+    change = compare(*(read_side(p.traces, steps=p.steps) for p in (before, after)))
+    narrow = ["category", "before", "after", "difference", "low", "high", "clear"]
+    shown = {f"{what} {kind} step, before and after, us": table.reset_index()[narrow] for what, tables in (("a", change.steps), ("a token kept of a", change.tokens)) for kind, table in tables.items() if len(table)}
+    def rows(tables): return plain({kind: table.reset_index().to_dict("records") for kind, table in tables.items()})
+    return shown, dict(compared=dict(steps=rows(change.steps), tokens=rows(change.tokens), one_sided=rows(change.one_sided), warnings=change.warnings))
+
+def show_profile(
+    tables: dict,  # title -> DataFrame, from `summary.tables`
+    most: int = 12,  # lines of what was not read
+):
+    "Print a profile: sentences for what was read and found, tables for the times."
+    tables = {title: table.to_dict("records") for title, table in tables.items()}
+    for t in tables.pop("files", []): print(f"rank {t['rank']} of {t['ranks']}: {t['file']}, {t['MB']:,.1f} MB of {t['format']}{'' if t['whole'] else ', NOT WHOLE'}, {t['events']:,} events, {t['rows']:,} of them looked at")
+    odd = tables.pop("not read", [])
+    for p in odd[:most]: print(f"not read: {p['file']}{', ' + p['place'] if p['place'] else ''}: {p['what']}")
+    if len(odd) > most: print(f"not read: {len(odd) - most} more; --json lists them")
+    said = {}
+    for s in tables.pop("steps", []):
+        counts = ", ".join(f"{value:,} {name}" for name, value in s.items() if name not in ("rank", "how", "confidence", "layers", "notes") and value)
+        if "window" not in s: said.setdefault(f"{counts}, found by {s['how']}, confidence {s['confidence']:.2f}. {s['notes']}", []).append(s["rank"])
+    for what, ranks in said.items(): print(f"steps of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {what}")
+    assumed = tables.pop("what if: assumed", [])
+    for title, rows in tables.items():
+        print()
+        show_figures([{name: cell(name, value) for name, value in row.items()} for row in rows], title)
+    for row in assumed: print(textwrap.fill(f"{row['change']} assumes: {row['assumes']}", 100, subsequent_indent="  "))
+    print()
+
+def show_figures(
+    rows: list[dict],  # of texts, one dict a row, all with the same keys
+    title: str,  # heading above it
+):
+    "Print a table whose figures stay whole in a narrow terminal: only its first column is broken."
+    from rich.console import Console
+    from rich.table import Column, Table
+    first, *rest = rows[0]
+    table = Table(Column(first, overflow="fold"), *(Column(n, no_wrap=rows[0][n][:1].isdigit() or len(rows[0][n]) < 12, justify="right" if rows[0][n][:1].isdigit() else "left", overflow="fold") for n in rest), title=title, title_justify="left")
+    for row in rows: table.add_row(*row.values())
+    Console(markup=False).print(table)
+
+def cell(
+    name: str,  # of the column
+    value,  # number, text, or nothing
+) -> str:
+    "A value as people read it."
+    if value is None or value != value: return ""
+    if name == "clear": return "yes" if value else ""
+    if name in ("share", "last"): return f"{value:.1%}"
+    if name == "bytes" and value < 0: return "unknown"
+    return f"{value:,.0f}" if isinstance(value, float) and abs(value) >= 1e4 else f"{value:,.4g}" if isinstance(value, float) else f"{value:,}" if type(value) is int else str(value)
+
+# %% ../nbs/cli.ipynb #51bf05d9
+@app.command()
+def capture(
+    rig: Annotated[str, typer.Argument(help="Rig to serve and trace; see `kimi-spec rigs`. Left out with --url.")] = "",
+    url: Annotated[str, typer.Option(help="A server that is up, instead of a rig.")] = "",
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Folder for the traces, on the server's machine; below data/runs when left out.")] = None,
+    steps: Annotated[int, typer.Option(help="Decode steps to record.")] = 10,
+    requests: Annotated[int, typer.Option(help="Requests that are kept decoding meanwhile; 0 leaves the server to its own load.")] = 2,
+    engine: Annotated[str, typer.Option(metavar="NAME==RELEASE", help="Who serves at --url, where it doesn't say itself.")] = "",
+    stacks: Annotated[bool, typer.Option("--stacks", help="Record Python stacks too: two to four times the bytes.")] = False,
+    limit: Annotated[float, typer.Option(metavar="GB", help="Largest trace that is allowed, over all ranks, unpacked.")] = 2.0,
+    layers: Annotated[int, typer.Option(help="Of the target, for the estimate, where the server doesn't say.")] = 0,
+    ranks: Annotated[int, typer.Option(help="Files to wait for, where the server doesn't say.")] = 0,
+    timeout: Annotated[float, typer.Option(metavar="S", help="Seconds until the last file must be whole.")] = 900,
+    here: Annotated[bool | None, typer.Option("--here/--elsewhere", help="Whether this machine sees the server's folder; found out from the address when left out.")] = None,
+    commands: Annotated[bool, typer.Option("--commands", help="Only print the lines of curl that do it.")] = False,
+):
+    "Trace decode steps of a live server through its own profiler."
+    if bool(rig) == bool(url): raise KimiSpecError("name a rig to serve, or the server that is up with --url; one of the two")
+    if commands:
+        from kimi_spec.core.rig import load_rig
+        from kimi_spec.profiling.profilers import capture_commands
+        if url: raise KimiSpecError("--commands are printed for a rig")
+        for line in capture_commands(load_rig(rig), out or "", steps): print(f"# {line.what}\n{line.text()}".rstrip())
+        return
+    from kimi_spec.profiling import capture as room
+    name, _, release = engine.partition("==")
+    how = dict(steps=steps, requests=requests, stacks=stacks, limit=limit * 1e9, layers=layers, ranks=ranks, timeout=timeout, say=lambda line: print(line, file=sys.stderr))
+    print(room.capture_rig(rig, out, **how) if rig else room.capture(url, out, engine=name, release=release, here=here, **how))
 
 # %% ../nbs/cli.ipynb #ee81ad56
 @app.command()

@@ -24,7 +24,7 @@ def test_import_is_light(module):
 def test_help_names_every_command():
     said = suite("--help")
     assert said.returncode == 0
-    for command in ("rigs", "report", "acceptance", "engines", "launch", "patch", "source", "nano", "site"): assert f" {command} " in said.stdout
+    for command in ("rigs", "report", "acceptance", "engines", "launch", "patch", "source", "profile", "capture", "nano", "site"): assert f" {command} " in said.stdout
 
 
 def test_rigs_for_people_and_machines():
@@ -43,6 +43,9 @@ def test_rigs_for_people_and_machines():
     (["engines", "install", "vlm"], "unknown engine 'vlm'"),
     (["acceptance", "nowhere.log"], "no log at nowhere.log"),
     (["launch", "nano-vlm"], "unknown rig 'nano-vlm'"),
+    (["profile", "nowhere.json"], "nowhere.json: No such file"),
+    (["capture"], "name a rig to serve, or the server that is up with --url"),
+    (["capture", "nano-vlm", "--commands"], "unknown rig 'nano-vlm'"),
 ])
 def test_expected_failures_are_one_message(args, says):
     said = suite(*args)
