@@ -54,9 +54,8 @@ READERS = {
 from kimi_spec.profiling.kineto import read_kineto
 read_from = time.process_time()
 trace = read_kineto(sys.argv[1])
-e = trace.events
-k = e[e.kind == "kernel"]
-kernels, ns = len(k), (k.end - k.start).sum()
+e, is_kernel = trace.events, (trace.events.kind == "kernel").to_numpy()
+kernels, ns = is_kernel.sum(), (e.end.to_numpy() - e.start.to_numpy())[is_kernel].sum()
 """,
     "json": """
 read_from = time.process_time()
