@@ -83,7 +83,7 @@ def record_profile(
     profile: Profile,  # of the traces of the same run
 ) -> None:
     "Write mean and spread over steps of what stopwatch and trace say, ranks averaged first, and how far they are apart."
-    tp, times, shares = len(results), profile.mean_steps(), readings(results, profile)
+    tp, times, shares = len(results), profile.means, readings(results, profile)
     trace, watch = f"tp{tp}/traces/rank*.json.gz", f"tp{tp}/logs/ranks/rank*.json"
     plain, profiled = (sum(by_step(r[key]) for r in results) / tp for key in ("plain", "profiled"))
     by_steps = shares.groupby("step").mean()
@@ -136,7 +136,7 @@ def step_title(
     number: int,  # of the step
 ) -> str:
     "What a step is, in words; a trace without steps is one window."
-    kind = profile.mean_steps().kind[number]
+    kind = profile.means.kind[number]
     return "the whole trace, in which no step was found" if kind == "window" else f"{kind} step {number}"
 
 def draw_step(
@@ -154,7 +154,7 @@ def by_category(
     "Where the step goes, with the wait for late ranks on its own."
     times = breakdown_table(profile)["mean"].drop("total")
     if profile.waits is None: return times
-    numbers = profile.mean_steps().query("kind == @profile.kind and not partial").index
+    numbers = profile.whole_steps().index
     calls = profile.calls[(profile.calls.name == "all-reduce") & (profile.calls.part != "draft") & profile.calls.step.isin(numbers)]
     waiting = min(calls.waiting.sum() / len(numbers) / len(profile.traces), times.get("all-reduce", 0.0))
     return pd.concat([times - waiting * (times.index == "all-reduce"), pd.Series({"waiting": waiting})])

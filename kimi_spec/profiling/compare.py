@@ -14,8 +14,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pandas as pd
 
-from .breakdown import COLUMNS, every_rank, over_ranks
-from .steps import Steps, find_steps
+from .breakdown import COLUMNS, every_rank, over_ranks, within
+from .steps import Steps, find_all_steps
 from .trace import Trace, TraceError
 
 # %% ../../nbs/profiling/compare.ipynb #432c816a
@@ -127,7 +127,7 @@ def read_side(
 ) -> Side:
     "Find the steps of a run and where their time goes. Raises `TraceError` when there are none."
     if not traces: raise TraceError("nothing to compare: no trace on one side")
-    steps = list(steps) if steps else [find_steps(t, layers) for t in traces]
+    steps = list(steps) if steps else find_all_steps(list(traces), layers)
     times = over_ranks(every_rank(list(traces), steps))[[*COLUMNS, "total"]]
     about = steps[0].whole.set_index("step")[STEP_COLUMNS]
     cut_off = {n for s in steps for n in s.table.step[s.table.partial]}
@@ -164,9 +164,8 @@ def inside(
 ) -> pd.DataFrame:  # its kernels and operators that begin in steps of that kind
     "What ran in the steps of one kind."
     wanted = steps.table[steps.table.kind == kind]
-    i = wanted.start.searchsorted(trace.events.start, side="right") - 1
     ran = trace.events.kind.isin(["kernel"] if trace.gpu else ["operator"])
-    return trace.events[(i >= 0) & (trace.events.start.to_numpy() < wanted.end.to_numpy()[i]) & ran.to_numpy()] if len(wanted) else trace.events[:0]
+    return trace.events[(within(wanted, trace.events.start.to_numpy()) >= 0) & ran.to_numpy()]
 
 def one_sided(
     before: Side,

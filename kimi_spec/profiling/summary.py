@@ -42,7 +42,7 @@ class Profile:
     notes: list[str] = field(default_factory=list)  # what makes the figures weak, in plain sentences
 
     @cached_property
-    def means(self) -> pd.DataFrame:  # as `mean_steps`
+    def means(self) -> pd.DataFrame:  # by step, mean of the ranks
         "What most tables are made of."
         return over_ranks(self.times)
 
@@ -56,12 +56,9 @@ class Profile:
     def kind(self) -> str:  # that the tables are about when nobody says
         return self.kinds[0]
 
-    def mean_steps(self) -> pd.DataFrame:  # by step, mean of the ranks
-        return self.means
-
     def whole_steps(self,
         kind: str = "",  # the first of `kinds` when empty
-    ) -> pd.DataFrame:  # of `mean_steps`
+    ) -> pd.DataFrame:  # of `means`
         "The steps of one kind that were recorded from beginning to end on every rank."
         return self.means[(self.means.kind == (kind or self.kind)) & ~self.means.partial.astype(bool)]
 
